@@ -1,0 +1,103 @@
+"""A model with norms becomes a model with TaperNorms, and back. In place; checked before anything is touched."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+
+from tapernorm.config import TaperConfig, nearest
+from tapernorm.controller import TaperController
+from tapernorm.modules import TaperNorm, taper_norms
+from tapernorm.sites import NormSite, find_sites
+
+_ATTRIBUTE = "_tapernorm_controller"
+
+
+def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = None) -> TaperController:
+    """Replace the norms that `config` asks for by TaperNorms at gate 1. In place; the output stays the same bits.
+
+    Args:
+        model: a pre-norm model; its weights may be trained or fresh.
+        config: what to taper and how; `TaperConfig()` if None.
+        example: inputs for one forward, for a model that `tapernorm.sites.default_example` cannot serve.
+
+    Returns:
+        The controller. Call its `step()` once after every optimizer step; `get_controller(model)` finds it again.
+
+    Raises:
+        ValueError: nothing can go, a `keep` pattern matches no norm, `arm="all"` with a final norm that cannot go,
+            an anchor without a final norm, or a model that is tapered already. The model is untouched then.
+    """
+    config = config or TaperConfig()
+    if taper_norms(model):
+        raise ValueError("the model is tapered already; tn.restore_(model) takes the taper back")
+    sites = find_sites(model, example)
+    chosen = choose(sites, config)
+    final = next((site for site in sites if site.role == "final" and site.probed is not None), None)
+    if config.weight > 0 and final is None:
+        raise ValueError(
+            f"anchor_weight={config.weight:g} needs a final norm before the output head, and none was found; "
+            "set anchor_weight=0"
+        )
+    for site in chosen:
+        assert site.probed is not None  # choose() takes removable sites only
+        model.set_submodule(site.name, TaperNorm(model.get_submodule(site.name), site.probed, site.width))
+    controller = TaperController(model, config, final)
+    setattr(model, _ATTRIBUTE, controller)
+    return controller
+
+
+def choose(sites: list[NormSite], config: TaperConfig) -> list[NormSite]:
+    """The sites that `config` tapers, out of those that were found.
+
+    Raises:
+        ValueError: as for `taper_`.
+    """
+    names = [site.name for site in sites]
+    if not sites:
+        raise ValueError("the model has no normalization layers that could be found: nothing to remove")
+    for pattern in config.keep:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"keep={pattern!r} matches none of the model's norms{nearest(pattern, names)}")
+    roles = ("internal", "final") if config.arm == "all" else ("internal",)
+    final = [site for site in sites if site.role == "final"]
+    wanted = [site for site in sites if not any(fnmatch.fnmatch(site.name, p) for p in config.keep)]
+    if config.arm == "all":
+        for site in final:
+            if not site.removable and site in wanted:
+                raise ValueError(f'arm="all" takes the final norm too, but {site.name} cannot go: {site.reason}')
+    chosen = [site for site in wanted if site.removable and site.role in roles]
+    if not chosen:
+        why = next((f"{site.name}: {site.reason}" for site in sites if site.reason), "all are kept by keep=...")
+        raise ValueError(f"none of the model's {len(sites)} norms can be removed ({why})")
+    return chosen
+
+
+def get_controller(model: nn.Module) -> TaperController | None:
+    """The controller of a tapered model, or None."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Put the stock norms back, with the gains and biases they have now. In place; before folding.
+
+    Raises:
+        ValueError: the model is not tapered.
+    """
+    tapered = taper_norms(model)
+    if not tapered:
+        raise ValueError("the model is not tapered (or is folded already, which cannot be taken back)")
+    for name, module in tapered.items():
+        model.set_submodule(name, module.norm)
+    release(model)
+    return model
+
+
+def release(model: nn.Module) -> None:
+    """Take the controller and its hooks off a model."""
+    controller = get_controller(model)
+    if controller is not None:
+        controller.detach()
+        delattr(model, _ATTRIBUTE)

@@ -1,0 +1,433 @@
+"""The figures of the report: matplotlib through its object API, returned as SVG to be put inside a page.
+
+No pyplot, no backend and no lasting rcParams: a program that draws its own figures is not disturbed. A figure
+holds no colours of its own but CSS variables (`--ink`, `--accent`, ...), so that it follows the page into dark
+mode, and its text is text. Every figure is drawn twice, for a wide and for a narrow window, because shrinking
+the wide one would shrink its letters.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+Rows = Sequence[Mapping[str, Any]]
+Draw = Callable[[int], Figure]
+
+WIDE, NARROW = 720, 368  # CSS pixels; one unit of the viewBox is one pixel
+
+# matplotlib accepts only real colours, so each stands for a CSS variable that _to_inline puts in its place.
+_VARIABLES = ("ink", "muted", "rule", "accent", "grey", "third", "fourth", "bar")
+INK, MUTED, RULE, ACCENT, GREY, THIRD, FOURTH, BAR = (f"#0a0a{i:02x}" for i in range(len(_VARIABLES)))
+ARM_COLOURS = (ACCENT, GREY, THIRD, FOURTH)  # the tapered arm, its baseline, others
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tapernorm",
+    "text.parse_math": False,  # a name with two dollar signs is not a formula
+    "font.size": 12,
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.titlepad": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "xtick.color": RULE,
+    "xtick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "ytick.labelcolor": MUTED,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
+}
+
+
+def depth_colour(index: int, count: int) -> str:
+    """Stands for a mix of `--shallow` and `--deep`, by the place of a site among `count`."""
+    return f"#0b0b{round(100 * index / max(count - 1, 1)):02x}"
+
+
+def number(value: Any) -> float | None:
+    """`value` as a finite float, or None for anything that is not one (None, NaN, infinity, text)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def series(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """The steps at which `key` was measured and is finite, and its values there."""
+    pairs = [(row["step"], value) for row in rows if (value := number(row.get(key))) is not None]
+    data = np.array(pairs, dtype=float).reshape(-1, 2)
+    return data[:, 0], data[:, 1]
+
+
+def by_site(rows: Rows, key: str, sites: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """`key` ("scale" or "c") of every site over time: steps [S] and values [sites, S], NaN where missing."""
+    found = [row for row in rows if isinstance(row.get(key), Mapping) and row[key]]
+    values = [[number(row[key].get(site)) for row in found] for site in sites]
+    table = np.array(values, dtype=float).reshape(len(sites), len(found))
+    table[~(table > 0)] = np.nan  # drawn on logarithmic axes
+    return np.array([row["step"] for row in found], dtype=float), table
+
+
+def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: str, baseline: str) -> Draw:
+    """Training and validation loss of every arm, the gate on a second axis, and the gap between two arms."""
+    gap = _gap(logs.get(baseline, ()), logs.get(tapered, ()))
+
+    def draw(width: int) -> Figure:
+        height = 330 if gap[0].size < 2 else 470
+        fig = _figure(width, height)
+        ax = _axes(fig, 46, 56, width - 92, 232)
+        steps = _last_step(logs)
+        gate_ax = ax.twinx()
+        gate_ax.set_zorder(ax.get_zorder() - 1)
+        ax.patch.set_visible(False)
+        for arm in (tapered, *logs):
+            x, gate = series(logs.get(arm, ()), "gate")
+            if x.size and (arm == tapered or gate.min() < 1):
+                gate_ax.fill_between(x, 0, gate, color=MUTED, alpha=0.10, linewidth=0)
+                gate_ax.plot(x, gate, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
+                break
+        gate_ax.set(ylim=(0, 1.08), yticks=(0, 0.5, 1), yticklabels=("0", "½", "1"))
+        gate_ax.grid(False)
+        gate_ax.set_title("gate (dotted)", loc="right", color=MUTED)
+        everything = []
+        for arm, rows in logs.items():
+            x, y, low, high = _binned(*series(rows, "loss"))
+            ax.fill_between(x, low, high, color=colours[arm], alpha=0.18, linewidth=0)
+            ax.plot(x, y, color=colours[arm], label=_short(arm))
+            ex, ey = series(rows, "eval_loss")
+            ax.plot(ex, ey, "o", color=colours[arm], markersize=4.5, markeredgecolor=INK, markeredgewidth=0.6)
+            everything += [low, high, ey]
+        _scale_y(ax, np.concatenate(everything))
+        _steps(ax, steps, label=gap[0].size < 2)
+        ax.set_title("loss, nats per token")
+        _key(fig, ax, width)
+        if gap[0].size >= 2:
+            low_ax = _axes(fig, 46, 352, width - 92, 76)
+            low_ax.axhline(0, color=MUTED, linewidth=1)
+            low_ax.plot(*gap, "o-", color=colours[tapered], markersize=4)
+            low_ax.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+            low_ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.3g}" if v else "0"))
+            low_ax.set_title(f"validation loss above “{_short(baseline)}”, in percent")
+            _steps(low_ax, steps)
+        return fig
+
+    return draw
+
+
+def site_lines(rows: Rows, sites: Sequence[str]) -> Draw:
+    """The residual scale r and the fixed scale c of every site over time, a line a site, coloured by depth."""
+
+    def draw(width: int) -> Figure:
+        panels = [("scale", "residual scale r"), ("c", "fixed scale c")]
+        fig, boxes = _grid(width, len(panels), 210, top=34)
+        for (key, title), ax in zip(panels, boxes, strict=True):
+            steps, table = by_site(rows, key, sites)
+            for i, line in enumerate(table):
+                marker = "o" if steps.size == 1 else None
+                ax.plot(
+                    steps, line, color=depth_colour(i, len(sites)), linewidth=1.3, marker=marker, markersize=4
+                )
+            _scale_y(ax, table, log=True)
+            _steps(ax, _last_step({"": rows}))
+            ax.set_title(title if steps.size else f"{title}: not measured")
+        _depth_key(fig, len(sites))
+        return fig
+
+    return draw
+
+
+def site_drift(rows: Rows, sites: Sequence[str]) -> Draw:
+    """c·r of every site over time as a heatmap, transparent where it is 1, so that it suits any background."""
+
+    def draw(width: int) -> Figure:
+        row_height = min(16, max(5, 260 / len(sites)))
+        body = math.ceil(row_height * len(sites))
+        fig = _figure(width, body + 96)
+        ax = _axes(fig, 46, 54, width - 62, body)
+        steps, drift = _drift(rows, sites)
+        edges = (steps[0], max(steps[-1], steps[0] + 1))
+        columns = np.linspace(*edges, min(160, max(2, steps.size)))
+        nearest = np.abs(columns[:, None] - steps[None]).argmin(1)
+        spread = np.abs(np.log2(drift[np.isfinite(drift)]))
+        top = min(8.0, max(1.25, 2.0 ** float(spread.max(initial=0))))
+        image = _diverging(np.log2(drift[:, nearest]) / math.log2(top))
+        ax.imshow(image, aspect="auto", interpolation="none", extent=(*edges, len(sites) + 0.5, 0.5))
+        stride = max(1, math.ceil(15 / row_height))
+        ax.set_yticks(range(1, len(sites) + 1, stride))
+        ax.grid(False)
+        ax.set_title("norm, numbered in order of execution")
+        ax.set_xlim(0, _last_step({"": rows}))
+        _steps(ax, _last_step({"": rows}))
+        _drift_key(fig, top)
+        return fig
+
+    return draw
+
+
+def logit_panels(logs: Mapping[str, Rows], colours: Mapping[str, str]) -> Draw:
+    """Logit scale, pre-logit residual scale and radial gradient over time, all arms."""
+    panels = [
+        ("logit_std", "standard deviation of the logits"),
+        ("logit_max", "largest logit"),
+        ("prelogit_scale", "scale of the last residual"),
+        ("radial_gradient", "radial gradient ⟨∇ℓ, h⟩"),
+    ]
+    panels = [panel for panel in panels if any(series(rows, panel[0])[0].size for rows in logs.values())]
+
+    def draw(width: int) -> Figure:
+        fig, boxes = _grid(width, len(panels), 150, top=56)
+        for (key, title), ax in zip(panels, boxes, strict=True):
+            everything = []
+            for arm, rows in logs.items():
+                x, y = series(rows, key)
+                marker = "o" if x.size < 3 else None
+                ax.plot(x, y, color=colours[arm], label=_short(arm), marker=marker, markersize=4)
+                everything.append(y)
+            values = np.concatenate(everything)
+            if values.min() < 0 < values.max():
+                ax.axhline(0, color=MUTED, linewidth=1)
+            _scale_y(ax, values)
+            _steps(ax, _last_step(logs))
+            ax.set_title(title)
+        _key(fig, boxes[0], width)
+        return fig
+
+    return draw
+
+
+def throughput(groups: Sequence[tuple[str, Rows]]) -> Draw:
+    """Bars of tokens a second, one group a setting; whiskers p20 to p80; the ratio to stock on the bar."""
+
+    def draw(width: int) -> Figure:
+        bar, head, gap = 26, 26, 18
+        height = sum(head + bar * len(rows) + gap for _, rows in groups) - gap + 4
+        fig, top, left = _figure(width, height), 0, 104
+        for title, rows in groups:
+            ax = _axes(fig, left, top + head, width - left - 4, bar * len(rows))
+            reach = max((max(row["value"], number(row.get("p80")) or 0) for row in rows), default=0) or 1.0
+            room = (width - left) / (width - left - 150)  # what is written after the longest bar
+            ax.set(xlim=(0, reach * room), ylim=(len(rows) - 0.5, -0.5), xticks=[])
+            for i, row in enumerate(rows):
+                colour = ACCENT if row["variant"].startswith("folded") else BAR
+                ax.barh(i, row["value"], height=0.66, color=colour, linewidth=0)
+                low, high = number(row.get("p20")), number(row.get("p80"))
+                if low is not None and high is not None:
+                    ax.plot([low, high], [i, i], color=INK, linewidth=1.1)
+                    ax.plot([low, high], [i, i], "|", color=INK, markersize=7, markeredgewidth=1.1)
+                ratio = f"   {row['ratio']:.2f} ×" if row["ratio"] is not None else ""
+                end = max(row["value"], high or 0)
+                ax.annotate(
+                    f"{row['shown']}{ratio}", (end, i), xytext=(8, 0), textcoords="offset points", va="center"
+                )
+            ax.set_yticks(range(len(rows)), [_short(row["variant"], 15) for row in rows])
+            ax.tick_params(axis="y", labelcolor=INK)
+            ax.grid(False)
+            ax.spines["bottom"].set_visible(False)
+            fig.text(0, 1 - (top + 15) / height, _short(title, 90 if width == WIDE else 46), color=MUTED)
+            top += head + bar * len(rows) + gap
+        return fig
+
+    return draw
+
+
+def inline(draw: Draw, name: str, label: str) -> str:
+    """Both sizes of a figure as SVG elements; the style sheet of the page shows one. `label` is read aloud."""
+    parts = []
+    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser's fonts will have it
+        for size, width in (("wide", WIDE), ("narrow", NARROW)):
+            out = io.BytesIO()
+            draw(width).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+            parts.append(_to_inline(out.getvalue(), f"{name}-{size}", size, label))
+    return "\n".join(parts)
+
+
+def _to_inline(svg: bytes, prefix: str, size: str, label: str) -> str:
+    """A matplotlib SVG made fit for HTML: unique ids, CSS variables, no metadata, styles, sizes or namespaces."""
+    root = ET.fromstring(svg)
+    for element in root.iter():
+        for child in list(element):
+            if child.tag.endswith(("}metadata", "}style")):
+                element.remove(child)
+    text = [value for element in root.iter() for value in element.attrib.values()]
+    used = set(re.findall(r"#([\w-]+)", " ".join(value for value in text if not value.startswith("data:"))))
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        for name, value in list(element.attrib.items()):
+            del element.attrib[name]
+            short = name.rpartition("}")[2]
+            if short == "id" and value not in used:
+                continue
+            if short == "id":
+                value = f"{prefix}-{value}"
+            elif short == "href" and value.startswith("#"):
+                value = f"#{prefix}-{value[1:]}"
+            elif short == "clip-path":
+                value = value.replace("(#", f"(#{prefix}-")
+            elif short == "style":
+                value = re.sub(r"(font: [^']*?)\s*'.*?(?=;|$)", r"\1 var(--sans)", value)
+                value = re.sub(r"#0([ab])0\1([0-9a-f]{2})", _css_colour, value)
+            elif short == "d":
+                value = re.sub(r"-?\d+\.\d+", lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), value)
+            element.set(short, value)
+    root.attrib = {"viewBox": root.attrib["viewBox"], "class": size, "role": "img", "aria-label": label}
+    return ET.tostring(root, encoding="unicode")
+
+
+def _css_colour(match: re.Match[str]) -> str:
+    if match[1] == "a":
+        return f"var(--{_VARIABLES[int(match[2], 16)]})"
+    return f"color-mix(in oklab, var(--deep) {int(match[2], 16)}%, var(--shallow))"
+
+
+def _figure(width: int, height: float) -> Figure:
+    return Figure(figsize=(width / 72, height / 72), dpi=72)
+
+
+def _axes(fig: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes placed in pixels from the upper left corner."""
+    full_w, full_h = fig.get_size_inches() * 72
+    return fig.add_axes((left / full_w, 1 - (top + height) / full_h, width / full_w, height / full_h))
+
+
+def _grid(width: int, count: int, height: int, top: int) -> tuple[Figure, list[Axes]]:
+    """`count` panels in two columns, or in one when narrow, under a head of `top` pixels."""
+    columns = 2 if width == WIDE and count > 1 else 1
+    cell_w, cell_h = width / columns, height + 70
+    fig = _figure(width, top + cell_h * math.ceil(count / columns) - 14)
+    places = [divmod(i, columns) for i in range(count)]
+    return fig, [_axes(fig, x * cell_w + 46, top + y * cell_h + 10, cell_w - 62, height) for y, x in places]
+
+
+def _key(fig: Figure, ax: Axes, width: int) -> None:
+    """The names of the lines, in their colours, above the figure."""
+    handles, labels = ax.get_legend_handles_labels()
+    fig.legend(
+        handles, labels, loc="upper left", bbox_to_anchor=(0, 1), ncols=4 if width == WIDE else 2,
+        labelcolor="linecolor", handlelength=1.4, columnspacing=1.6, handletextpad=0.5,
+    )  # fmt: skip
+
+
+def _depth_key(fig: Figure, count: int) -> None:
+    ax = _axes(fig, 46, 2, 120, 10)
+    for i in range(count):
+        ax.axvspan(i, i + 1, color=depth_colour(i, count), linewidth=0)
+    ax.set(xlim=(0, count), xticks=[], yticks=[])
+    ax.spines["bottom"].set_visible(False)
+    for x, text, side in ((0, "first", "right"), (count, f"last of {count} norms", "left")):
+        offset = (-6 if side == "right" else 6, 0)
+        ax.annotate(
+            text, (x, 0.5), xytext=offset, textcoords="offset points", ha=side, va="center", color=MUTED
+        )
+
+
+def _drift(rows: Rows, sites: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """c·r wherever both are known; c keeps its last value, since it is frozen after the warm-up."""
+    c_steps, c = by_site(rows, "c", sites)
+    steps, r = by_site(rows, "scale", sites)
+    at = np.searchsorted(c_steps, steps, side="right") - 1
+    known = at >= 0
+    return steps[known], r[:, known] * c[:, at[known]]
+
+
+def has_drift(rows: Rows, sites: Sequence[str]) -> bool:
+    """Whether `site_drift` has anything to show."""
+    return bool(sites) and bool(np.isfinite(_drift(rows, sites)[1]).any())
+
+
+def _diverging(x: np.ndarray) -> np.ndarray:
+    """RGBA, [..., 4]: orange above 0, blue below, the more opaque the further away; both suit light and dark."""
+    x = np.clip(x, -1, 1)
+    colour = np.where(x[..., None] > 0, np.array([0.87, 0.42, 0.05]), np.array([0.13, 0.47, 0.80]))
+    return np.concatenate([colour, np.nan_to_num(np.abs(x))[..., None] ** 0.8], axis=-1)
+
+
+def _drift_key(fig: Figure, top: float) -> None:
+    ax = _axes(fig, 110, 2, 140, 10)
+    ax.imshow(
+        _diverging(np.linspace(-1, 1, 41)[None]), aspect="auto", interpolation="none", extent=(0, 1, 0, 1)
+    )
+    ax.set(xticks=[], yticks=[])
+    ax.grid(False)
+    for x, text, side, shift in ((0, f"c·r = {1 / top:.2g}", "right", -6), (1, f"{top:.2g}", "left", 6)):
+        ax.annotate(
+            text, (x, 0.5), xytext=(shift, 0), textcoords="offset points", ha=side, va="center", color=MUTED
+        )
+    ax.annotate("1", (0.5, 0.5), ha="center", va="center", color=MUTED, fontsize=11)
+
+
+def _steps(ax: Axes, last: float, label: bool = True) -> None:
+    ax.set_xlim(0, max(last, 1))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 10]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if label:
+        ax.set_xlabel("optimizer step", loc="right")
+
+
+def _scale_y(ax: Axes, values: np.ndarray, log: bool | None = None) -> None:
+    """A logarithmic axis for positive values that span much, since a cut axis would hide a spike."""
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return
+    low, high = float(values.min()), float(values.max())
+    wide = low > 0 and high / low > (4 if log else 3)
+    if wide:
+        ax.set_yscale("log")
+        subs = (1, 2, 5) if high / low < 1000 else (1,)
+        subs = (1, 1.5, 2, 3, 5, 7) if high / low < 10 else subs
+        ax.yaxis.set_major_locator(LogLocator(10, subs=subs, numticks=9))
+        ax.yaxis.set_minor_locator(MaxNLocator(1))
+        ax.minorticks_off()
+        ax.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
+    else:
+        ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}".replace("-", "−")))
+
+
+def _binned(x: np.ndarray, y: np.ndarray, bins: int = 240) -> tuple[np.ndarray, ...]:
+    """Mean, smallest and largest of at most `bins` neighbouring groups: a spike stays visible in the band."""
+    if x.size <= bins:
+        return x, y, y, y
+    parts = np.array_split(np.arange(x.size), bins)
+    reduce = [[f(a[p]) for p in parts] for a, f in ((x, np.mean), (y, np.mean), (y, np.min), (y, np.max))]
+    return tuple(np.array(part) for part in reduce)
+
+
+def _gap(base: Rows, tapered: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Validation loss of the tapered arm above the baseline's, in percent, at the steps that both measured."""
+    one, two = (dict(zip(*series(rows, "eval_loss"), strict=True)) for rows in (base, tapered))
+    steps = [step for step in two if one.get(step)]
+    return np.array(steps), np.array([100 * (two[step] / one[step] - 1) for step in steps])
+
+
+def _last_step(logs: Mapping[str, Rows]) -> float:
+    return float(max((row["step"] for rows in logs.values() for row in rows), default=1))
+
+
+def _short(text: Any, length: int = 24) -> str:
+    text = str(text)
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,0 +1,429 @@
+"""Load models and write them: hub ids, folders, GGUF and llama2.c files; stock, half-tapered and norm-free models.
+
+A model folder of this library is one of
+
+    stock          what transformers writes
+    norm-free      after folding: model type `tapernorm_<base>`, the layout in config.json (removed_norms,
+                   added_biases, untied), and a copy of `modeling_tapernorm.py`, so that transformers alone loads it
+    half-tapered   before folding: the same with `tapered`, the `TaperConfig`, in config.json, and the controller's
+                   state in taper.json and taper.safetensors; only `from_pretrained` below loads it
+
+Folders are written beside their place and renamed, so an interrupted save leaves no folder that is half written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from tapernorm import llama2c
+from tapernorm import modeling_tapernorm as modeling
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "tekken.json",
+)  # fmt: skip
+_OWN_FILES = re.compile(
+    r"(config|generation_config|taper|special_tokens_map|added_tokens|vocab)\.json|tokenizer[\w.]*|merges\.txt|"
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|taper\.safetensors|modeling_tapernorm\.py|vocab\.txt|"
+    r"\w+\.model|chat_template\.(jinja|json)"
+)  # fmt: skip
+
+
+# Writing
+
+
+def save_pretrained(
+    model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: Any = None, overwrite: bool = False
+) -> None:
+    """Write a stock, tapered or folded model, and its tokenizer, into a folder that loads as the same model.
+
+    Args:
+        model: a transformers model, or one that `taper_` or `fold_` changed. It is not changed here.
+        folder: where to. It may be new, empty, or a folder that an earlier call wrote for a tapered or folded model.
+        tokenizer: written beside the model when given.
+        overwrite: replace the model in any other folder, too. Files that belong to no model stay in it.
+
+    Raises:
+        ValueError: the folder holds something else and `overwrite` is false; the model is not a transformers model,
+            or its class is not one that transformers itself has.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a {type(model).__name__} cannot be saved: pass the transformers model inside it")
+    target = Path(folder).expanduser().resolve()
+    _refuse_occupied(target, overwrite)
+    controller = _controller_of(model)
+    fields = _layout_of(model)
+    with _staged(target) as staging:
+        if controller is not None:
+            _write_tapered(model, fields, controller, staging)
+        elif any(fields.values()):
+            _write_norm_free(model, fields, staging)
+        else:
+            model.save_pretrained(staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+
+
+def _controller_of(model: PreTrainedModel) -> Any:
+    from tapernorm.convert import get_controller  # here, because reading a plain checkpoint needs no tapering
+
+    return get_controller(model)
+
+
+def _refuse_occupied(target: Path, overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; give the name of a folder")
+    entries = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    if not entries or overwrite:
+        return
+    foreign = [name for name in entries if not _OWN_FILES.fullmatch(name)]
+    if foreign or not _model_type(target).startswith(modeling.TYPE_PREFIX):
+        found = ", ".join((foreign or entries)[:3])
+        raise ValueError(
+            f"{target} is not empty (it holds {found}) and was not written by an earlier save of a tapered or "
+            "norm-free model; choose a new folder, or pass overwrite=True to replace the model in it"
+        )
+
+
+def _model_type(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+@contextlib.contextmanager
+def _staged(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, which takes its place when the block ends, and is removed when it fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = uuid.uuid4().hex[:8]
+    staging, old = (target.parent / f".{target.name}.{token}.{state}" for state in ("partial", "old"))
+    staging.mkdir()
+    try:
+        yield staging
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    if old.exists():
+        for path in old.iterdir():  # what is not a model's is the user's, and stays
+            if not _OWN_FILES.fullmatch(path.name) and not (target / path.name).exists():
+                path.rename(target / path.name)
+        shutil.rmtree(old)
+
+
+def _stock_class(cls: type) -> Any:
+    """transformers' own class behind a model or config class. Raises ValueError when there is none."""
+    stock = getattr(cls, "stock_class", cls)
+    if getattr(transformers, stock.__name__, None) is not stock:
+        raise ValueError(
+            f"{stock.__module__}.{stock.__name__} is not a class that transformers exports; a folder that loads "
+            "without norms can be written for transformers' own classes only"
+        )
+    return stock
+
+
+def _stock_config(config: Any) -> Any:
+    """The config without what this library adds: an equal stock config."""
+    values = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "auto_map", *modeling.FIELDS)}
+    return _stock_class(type(config)).from_dict(values)
+
+
+def _layout_of(model: PreTrainedModel) -> dict[str, list[str]]:
+    """How a model differs from a fresh one of its stock class: norms gone, biases gained, ties cut."""
+    if not _is_known(type(model)):
+        return {}
+    stock = _stock_class(type(model))
+    with torch.device("meta"):
+        fresh = dict(stock(_stock_config(model.config)).named_modules())
+    pairs = {name: (old, new) for name, new in model.named_modules() if (old := fresh.get(name)) is not None}
+    identity = nn.Identity
+    gone = {n for n, (old, new) in pairs.items() if isinstance(new, identity) and not isinstance(old, identity)}
+    biased = {
+        name
+        for name, (old, new) in pairs.items()
+        if getattr(old, "bias", 0) is None and getattr(new, "bias", None) is not None
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    ties = (stock._tied_weights_keys or {}) if getattr(model.config, "tie_word_embeddings", False) else {}
+    untied = sorted(k for k, v in ties.items() if k in parameters and parameters[k] is not parameters.get(v))
+    return {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
+
+
+def _is_known(cls: type) -> bool:
+    """Is it, or does it stand on, a class of transformers? Others are saved as they are, if nothing was changed."""
+    stock = getattr(cls, "stock_class", cls)
+    return getattr(transformers, stock.__name__, None) is stock
+
+
+def _short(names: set[str], known: dict[str, nn.Module]) -> list[str]:
+    """Names with a star for the layer's index, if the stars name these modules and no other."""
+    stars = sorted({modeling.starred(name) for name in names})
+    patterns = [modeling.name_pattern(star) for star in stars]
+    named = {name for name in known if any(pattern.match(name) for pattern in patterns)}
+    return stars if named == names else sorted(names)
+
+
+def _changed_config(model: PreTrainedModel, fields: dict[str, list[str]], **more: Any) -> Any:
+    """The config of type `tapernorm_<base>` that describes the model."""
+    config_class = modeling.get_class(modeling.PREFIX + _stock_class(type(model.config)).__name__)
+    values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "auto_map")}
+    if fields["untied"] and set(fields["untied"]) == set(_stock_class(type(model))._tied_weights_keys):
+        values["tie_word_embeddings"] = False  # not where other ties remain, as between T5's encoder and decoder
+    config = config_class(**{**values, **fields, **more})
+    config.auto_map = modeling.auto_map(config_class)
+    config.architectures = [modeling.PREFIX + _stock_class(type(model)).__name__]
+    return config
+
+
+def _write_norm_free(model: PreTrainedModel, fields: dict[str, list[str]], folder: Path) -> None:
+    config = _changed_config(model, fields, tapered=None)
+    config._attn_implementation = model.config._attn_implementation
+    with torch.device("meta"):
+        twin = modeling.get_class(config.architectures[0])(config)
+    # Strict, and the tensors themselves: when the layout does not describe the model whole, nothing is written.
+    twin.load_state_dict(model.state_dict(), assign=True, strict=True)
+    twin.tie_weights()
+    if model.can_generate():
+        twin.generation_config = model.generation_config
+    twin.save_pretrained(folder)
+    shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
+
+
+def _write_tapered(model: PreTrainedModel, fields: dict[str, list[str]], controller: Any, folder: Path) -> None:
+    if not _is_known(type(model)):
+        _stock_class(type(model))  # raises
+    config = _changed_config(model, fields, tapered=controller.config.to_dict())
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    save_torch_state_dict(model.state_dict(), folder)  # of tensors that are one, one is written and the other named
+    shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
+    state = controller.state_dict()
+    tensors = {k: v.detach().cpu().clone().contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    save_file(tensors, folder / "taper.safetensors")
+    scalars = {k: v for k, v in state.items() if k not in tensors}
+    (folder / "taper.json").write_text(json.dumps(scalars, indent=2) + "\n", encoding="utf-8")
+
+
+# Reading
+
+
+def from_pretrained(
+    source: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Load `(model, tokenizer)`; the model in eval mode, the tokenizer None where there is none.
+
+    Args:
+        source: a hub id, a folder (stock, norm-free or half-tapered), a `*.gguf` file (dequantized; needs the gguf
+            package), or a llama2.c `*.bin` file. A half-tapered model comes back tapered, with its controller
+            (`get_controller(model)`) in the state that it was saved in.
+        dtype: of the weights, such as `"float32"`. None or `"auto"`: as they are stored (float32 for GGUF and llama2.c
+            files).
+        device: where the model goes; None: the CPU.
+        trust_remote_code: run code that comes with the checkpoint. Never needed for this library's own folders.
+
+    Raises:
+        ValueError: there is no such file, folder or hub repository, or it cannot be reached; it holds no model that
+            can be read; weights are missing from it; `dtype` is not a dtype.
+    """
+    wanted = _dtype(dtype)
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if path.suffix in (".bin", ".gguf") and path.is_file():
+        model, tokenizer = _from_llama2c(path, wanted) if path.suffix == ".bin" else _from_gguf(path, wanted)
+    else:
+        place = _place(text, path)
+        with _explained(place):
+            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        if getattr(config, "tapered", None) is not None:
+            model = _half_tapered(config, place, wanted)
+        else:
+            model = _whole(config, place, wanted, trust_remote_code)
+        tokenizer = _tokenizer(place, trust_remote_code)
+    if device is not None:
+        model = model.to(device)
+    return model.eval(), tokenizer
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return None if dtype == "auto" else dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not a floating-point dtype, such as 'float32' or 'bfloat16'")
+    return found
+
+
+def _place(text: str, path: Path) -> str:
+    """The folder, or the hub id, as transformers takes it."""
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return str(path)
+        hint = "; it holds a PEFT adapter: merge it into its model first" * (path / "adapter_config.json").is_file()
+        raise ValueError(f"{path} is not a model folder: there is no config.json in it{hint}")
+    if path.is_file():
+        raise ValueError(f"{path}: cannot read a {path.suffix or 'nameless'} file; pass a folder, *.gguf or *.bin")
+    if text.endswith((".bin", ".gguf")) or not _HUB_ID.fullmatch(text):
+        raise ValueError(f"{text}: no such file or folder, and not the form of a hub id (owner/name)")
+    return text
+
+
+@contextlib.contextmanager
+def _explained(place: str) -> Iterator[None]:
+    """Whatever transformers and the hub raise about a checkpoint becomes one ValueError."""
+    try:
+        yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise  # not about the checkpoint, and clear enough
+    except Exception as error:
+        raise ValueError(f"{place}: {_reason(place, error)}") from error
+
+
+def _reason(place: str, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if Path(place).is_dir():
+        if "does not recognize this architecture" in lines[0]:
+            return f"unknown model type {_model_type(Path(place))!r}; a newer transformers may know it"
+        if "trust_remote_code" in str(error):
+            return "the model needs code from its own folder; read it, then pass trust_remote_code=True"
+        return f"not a model that can be loaded: {lines[0]}"
+    if "trust_remote_code" in str(error):
+        return "the model needs code from its own repository; read it, then pass trust_remote_code=True"
+    if isinstance(error, OSError):
+        return (
+            "neither a folder here nor loadable from the hub (no such repository, a private one, or no connection); "
+            f"check the name, or download the model and pass its local folder [{lines[0]}]"
+        )
+    return f"not a model that can be loaded: {lines[0]}"
+
+
+def _model_class(config: Any) -> Any:
+    """The class that the checkpoint names; the causal language model when it names none, or a body without head."""
+    for name in config.architectures or ():
+        of_ours = name.startswith(modeling.PREFIX)
+        known = getattr(modeling if of_ours else transformers, name, None)
+        fits = isinstance(known, type) and issubclass(known, PreTrainedModel) and known.config_class is type(config)
+        has_head = fits and known.base_model_prefix and not name.endswith("Model")
+        if has_head or (fits and type(config) not in AutoModelForCausalLM._model_mapping):
+            return known
+    return AutoModelForCausalLM
+
+
+def _whole(config: Any, place: str, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+    model_class = _model_class(config)
+    trusted = {"trust_remote_code": trust_remote_code} if model_class is AutoModelForCausalLM else {}
+    with _explained(place):
+        # The class reads config.json again: the config above bears traces of the Auto class.
+        model, info = model_class.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **trusted)
+    _refuse_missing(place, model, info)
+    return model
+
+
+def _refuse_missing(place: str, model: Any, info: dict[str, Any]) -> None:
+    """transformers fills what is missing with random numbers, and only warns."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{place}: {len(missing)} weights of {type(model).__name__} are missing from it, such as {missing[0]}; "
+            "the download may be incomplete, or the model was saved from another class"
+        )
+
+
+def _half_tapered(config: Any, place: str, dtype: torch.dtype | None) -> Any:
+    from tapernorm.config import TaperConfig
+    from tapernorm.convert import taper_
+
+    config = copy.deepcopy(config)
+    taper_config, config.tapered = TaperConfig.from_dict(config.tapered), None
+    model_class = modeling.get_class(config.architectures[0])
+    if not any(getattr(config, field) for field in ("removed_norms", "added_biases", "untied")):
+        model_class, config = model_class.stock_class, _stock_config(config)
+    model = model_class._from_config(config, dtype=dtype or config.dtype)
+    controller = taper_(model, taper_config)
+    folder = Path(place) if Path(place).is_dir() else _download(place)
+    with _explained(place):
+        model.load_state_dict(_weights(folder), strict=True)
+        state = load_file(folder / "taper.safetensors")
+        state |= json.loads((folder / "taper.json").read_text(encoding="utf-8"))
+        controller.load_state_dict(state)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with _explained(repository):
+        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The state dict in model*.safetensors, with the names of tensors that were one with another's."""
+    state: dict[str, torch.Tensor] = {}
+    same: dict[str, str] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            same |= file.metadata() or {}
+    return state | {name: state[kept] for name, kept in same.items() if kept in state and name not in state}
+
+
+def _tokenizer(place: str, trust_remote_code: bool) -> Any:
+    found = False
+    for name in _TOKENIZER_FILES:
+        with _explained(place):
+            quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+            found = found or cached_file(place, name, **quiet) is not None
+    if not found:
+        return None
+    with _explained(place):
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+
+
+def _from_llama2c(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    model = llama2c.load_model(path)
+    tokenizer = llama2c.load_tokenizer(path, model.config.vocab_size)
+    return (model if dtype is None else model.to(dtype)), tokenizer
+
+
+def _from_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{path}: reading a GGUF file needs the gguf package: pip install gguf")
+    where: dict[str, Any] = {"gguf_file": path.name}
+    with _explained(str(path)):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=dtype or torch.float32, output_loading_info=True, **where
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    _refuse_missing(str(path), model, info)
+    return model, tokenizer

@@ -1,0 +1,206 @@
+"""transformers models whose norms were removed and folded into the neighbouring weights: one file for every family.
+
+`TaperNorm<Stock>` (`TaperNormLlamaConfig`, `TaperNormLlamaForCausalLM`) is a subclass of transformers' class
+`<Stock>`, made when it is first asked for by the `__getattr__` of this module. Its config says how it differs:
+
+    removed_norms   modules that are `nn.Identity` here; a star stands for a layer's index
+    added_biases    linear maps that have a bias here and none in the stock class
+    untied          tied weights of the stock class that are tensors of their own here
+    tapered         settings of a removal that is not finished, or None; such a model is not built by this file
+
+The file imports nothing but torch and transformers, so that its copy in a model folder works alone:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+A stock class must never read such a folder, since it would put fresh norms where there are none. The Auto classes
+stop at the model type `tapernorm_<base>`; `LlamaForCausalLM.from_pretrained(folder)` stops because config.json has
+a sentence where the stock config wants a number (the norms' epsilon), and the number under `guarded`.
+"""
+
+import json
+import re
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, conversion_mapping
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+PREFIX = "TaperNorm"
+TYPE_PREFIX = "tapernorm_"
+GUARD = "norms were removed: a stock class cannot load this model, pass trust_remote_code=True to an Auto class"
+FIELDS = ("removed_norms", "added_biases", "untied", "tapered")
+
+
+def name_pattern(name):
+    """A compiled pattern for full module names: `model.layers.*.input_layernorm`, a star for an index."""
+    return re.compile(re.escape(name).replace(r"\*", r"\d+") + r"\Z")
+
+
+def starred(name):
+    """`model.layers.3.mlp` -> `model.layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|\Z)", ".*", name)
+
+
+class ConfigMixin:
+    """What a norm-free config adds to the stock one, and how it is written so that the stock one refuses it."""
+
+    removed_norms = ()
+    added_biases = ()
+    untied = ()
+    tapered = None
+
+    def to_json_string(self, use_diff=True):
+        values = json.loads(super().to_json_string(use_diff))
+        values["guarded"] = {self.guard_field: values.get(self.guard_field, getattr(self, self.guard_field))}
+        values[self.guard_field] = GUARD
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        config_dict = {**config_dict, **config_dict.get("guarded", {})}
+        config_dict.pop("guarded", None)
+        if not __name__.startswith("transformers_modules."):  # the installed package, not a folder's copy
+            register_models(cls)
+        return super().from_dict(config_dict, **kwargs)
+
+
+class ModelMixin:
+    """Builds the stock model, then takes out and puts in what the config says."""
+
+    def __init__(self, config, *args, **kwargs):
+        if config.tapered is not None:
+            raise ValueError(
+                f"{config.name_or_path or 'this checkpoint'}: the norms of this model are not removed yet, only "
+                "tapered; load it with `tapernorm.from_pretrained(folder)` (pip install tapernorm), then train on "
+                "or fold it"
+            )
+        ties = type(self)._tied_weights_keys or {}  # on the instance before post_init, which ties by it
+        self._tied_weights_keys = {k: v for k, v in ties.items() if k not in config.untied} or None
+        super().__init__(config, *args, **kwargs)
+        self._apply_layout(config)
+
+    def _apply_layout(self, config):
+        gone = self._find_all(config, config.removed_norms)
+        if config.removed_norms and not gone:
+            raise ValueError(f"{type(self).__name__}: none of its modules is in the config's removed_norms")
+        for name in gone:
+            self.set_submodule(name, nn.Identity())
+        for name in self._find_all(config, config.added_biases):
+            linear = self.get_submodule(name)
+            linear.bias = nn.Parameter(linear.weight.new_zeros(linear.weight.shape[0]))
+        if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
+            stars = {starred(name) for name in gone}
+            self._tp_plan = {k: v for k, v in self._tp_plan.items() if k not in stars}
+
+    def _find_all(self, config, patterns):
+        """Full names here for the names in the config, which are those of the class that was saved: a body alone,
+        or another head, differs by the base model's prefix and may lack some."""
+        names, prefix, found = [name for name, _ in self.named_modules()], self.base_model_prefix + ".", []
+        for wanted in patterns:
+            spellings = (wanted, wanted.removeprefix(prefix), prefix + wanted)
+            matches = [[n for n in names if name_pattern(spelling).match(n)] for spelling in spellings]
+            here = next(filter(None, matches), [])
+            if not here and type(self).__name__ in (config.architectures or ()):
+                raise ValueError(f"{type(self).__name__} has no module {wanted!r}, which its config names")
+            found += here
+        return found
+
+
+def heads(base_type):
+    """`{auto class: stock class}`, by name, of one family: transformers' own tables, no model code is imported."""
+    found = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None) if name.startswith("AutoModel") else None
+        stock = mapping._model_mapping.get(base_type) if mapping is not None else None
+        if isinstance(stock, str):
+            found[name] = stock
+    return found
+
+
+def share_conversions(old, new):
+    """Checkpoint conversions (stacked experts, renamed weights) are keyed on model type or class name."""
+    mapping = conversion_mapping.get_checkpoint_conversion_mapping(old)
+    if mapping is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(new, mapping, overwrite=True)
+
+
+def guard_field_of(stock):
+    """The field that holds the sentence: the epsilon, or else a whole number.
+
+    Never one that the checks of `PreTrainedConfig` itself read, such as vocab_size: AutoTokenizer and Trainer parse
+    config.json with that bare class."""
+    own = [
+        f for f in stock.__dataclass_fields__ if f not in PreTrainedConfig.__dataclass_fields__ and f != "vocab_size"
+    ]
+    kinds = {field: stock.__dataclass_fields__[field].type for field in own}
+    epsilons = [field for field in own if re.search(r"(eps|epsilon)\Z", field)]
+    return next(iter(epsilons + [field for field in own if kinds[field] in (int, "int")]))
+
+
+def make_config(name, stock):
+    base_type, new_type = stock.model_type, TYPE_PREFIX + stock.model_type
+    for table, mapping in vars(modeling_auto).items():  # read by pipelines, Trainer's label smoothing, evaluators
+        if re.match(r"MODEL_.*MAPPING_NAMES\Z", table) and isinstance(mapping.get(base_type), str):
+            mapping[new_type] = PREFIX + mapping[base_type]
+    share_conversions(base_type, new_type)
+    own = {"model_type": new_type, "base_model_type": base_type, "guard_field": guard_field_of(stock)}
+    own |= {"__module__": __name__, "__doc__": stock.__doc__, "stock_class": stock}
+    return type(name, (ConfigMixin, stock), own)
+
+
+def make_model(name, stock):
+    share_conversions(stock.__name__, name)
+    config_class = get_class(PREFIX + stock.config_class.__name__)
+    own = {
+        "__module__": __name__,
+        "__doc__": stock.__doc__,
+        "stock_class": stock,
+        "config_class": config_class,
+    }
+    # Both are guessed from the source of the class's module, and this one holds no attention and no experts.
+    own["_can_set_attn_implementation_cached_value"] = stock._can_set_attn_implementation()
+    own["_can_set_experts_implementation_cached_value"] = stock._can_set_experts_implementation()
+    made = type(name, (ModelMixin, stock), own)
+    body = heads(config_class.base_model_type).get("AutoModel", stock.__name__)
+    if body == stock.__name__:  # generic heads build their body by AutoModel.from_config, which passes no flag
+        modeling_auto.AutoModel.register(config_class, made, exist_ok=True)
+    else:
+        get_class(PREFIX + body)
+    return made
+
+
+def get_class(name):
+    """The class `TaperNorm<Stock>`, made if need be. Raises AttributeError when transformers has no such class."""
+    if name not in globals():
+        stock = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+        if not (isinstance(stock, type) and issubclass(stock, (PreTrainedConfig, PreTrainedModel))):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = (make_config if issubclass(stock, PreTrainedConfig) else make_model)(name, stock)
+    return globals()[name]
+
+
+__getattr__ = get_class  # transformers and pickle ask for the classes by name
+
+
+def config_class_of(base_type):
+    """The norm-free config class of a model type of transformers. Raises KeyError for an unknown one."""
+    return get_class(PREFIX + CONFIG_MAPPING[base_type].__name__)
+
+
+def auto_map(config_class):
+    """The entry of config.json that leads the Auto classes to a folder's copy of this file."""
+    names = {"AutoConfig": config_class.__name__}
+    names |= {auto: PREFIX + stock for auto, stock in heads(config_class.base_model_type).items()}
+    return {auto: f"{__name__.rsplit('.', 1)[-1]}.{name}" for auto, name in names.items()}
+
+
+def register_models(config_class):
+    """Let the Auto classes build a family without a flag, and let its save_pretrained copy this file."""
+    config_class.register_for_auto_class()
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    for auto_name, stock in heads(config_class.base_model_type).items():
+        if isinstance(getattr(transformers, stock, None), type):
+            model_class = get_class(PREFIX + stock)
+            getattr(modeling_auto, auto_name).register(config_class, model_class, exist_ok=True)
+            model_class.register_for_auto_class(auto_name)

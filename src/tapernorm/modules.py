@@ -1,0 +1,172 @@
+"""The two modules of the method: a norm that can be turned down, and what is left of it at the end.
+
+    TaperNorm, rms:    g · h/r · γ            + (1 − g) · c · h · γ̃
+    TaperNorm, layer:  g · ((h−μ)/σ · γ + β)  + (1 − g) · (c · (h−μ) · γ̃ + β̃)
+
+(arXiv 2602.10408, section 3). h: [..., D]; γ, γ̃, β, β̃: [D]; g and c: one number a site, float32 always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tapernorm.probe import Norm, gain
+
+Path = Literal["exact", "mixed", "fixed"]
+
+
+class FixedScale(nn.Module):
+    """c · h · γ̃, or c · (h − mean(h)) · γ̃ + β̃: a norm's fixed branch, with no per-token scale.
+
+    Computed in float32, or wider if h is, and rounded once.
+    """
+
+    c: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, centred: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+        self.bias = nn.Parameter(bias.detach().clone()) if bias is not None else None
+        self.centred = centred
+        self.register_buffer("c", torch.ones(1, dtype=torch.float32, device=weight.device))
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.to(torch.promote_types(h.dtype, torch.float32))
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        y = x * (self.c * self.weight)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(torch.promote_types(h.dtype, self.weight.dtype))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FixedScale:
+        return _apply_but_keep_float32(self, fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, bias={self.bias is not None}, centred={self.centred}"
+
+
+class TaperNorm(nn.Module):
+    """A norm and its fixed branch, mixed by a gate.
+
+    Three paths, chosen by a plain attribute, so that a gate that moves never recompiles: `"exact"` calls the
+    replaced norm itself, so that its output is the same to the bit in every dtype and cast order; `"mixed"`
+    reads the gate from a buffer; `"fixed"` computes no statistics.
+
+    The names of the parts are chosen for stock optimizers: transformers' Trainer takes parameters whose names
+    contain `norm.` or `_norm.` out of weight decay, wherever this module sits.
+
+    Args:
+        norm: the module that is replaced; it becomes the submodule `norm`.
+        probed: what `norm` computes, from `tapernorm.probe.probe`.
+        width: D.
+    """
+
+    gate: Tensor
+
+    def __init__(self, norm: nn.Module, probed: Norm, width: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.probed = probed
+        self.width = width
+        g = gain(norm, probed, width)
+        bias = getattr(norm, probed.bias) if probed.bias else None
+        own = next(norm.parameters(), g)
+        self.fixed_norm = FixedScale(g.to(own.dtype), bias, centred=probed.kind == "layer")
+        self.register_buffer("gate", torch.ones(1, dtype=torch.float32, device=own.device))
+        self.path: Path = "exact"
+        # Set by the controller while statistics are gathered; called with the input of every training forward.
+        self.observer: Callable[[Tensor], None] | None = None
+        self.train(norm.training)
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.observer is not None and self.training and not in_backward():
+            self.observer(h)
+        if self.path == "exact":
+            return self._hold(self.norm(h), self.fixed_norm)
+        if self.path == "fixed":
+            return self._hold(self.fixed_norm(h), self.norm)
+        return self._mix(h)
+
+    def gain(self) -> Tensor:
+        """γ in float32 or wider, with the one added where the norm's gain is zero-centred. [D]"""
+        return gain(self.norm, self.probed, self.width)
+
+    def _mix(self, h: Tensor) -> Tensor:
+        # One reduction, as in the norm itself: g/r·γ + (1−g)·c·γ̃ is one vector per token, times h.
+        x = h.to(torch.promote_types(h.dtype, torch.float32))
+        if self.probed.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.probed.eps)
+        fixed = self.fixed_norm
+        y = x * torch.addcmul((1 - self.gate) * fixed.c * fixed.weight, self.gate * inverse, self.gain())
+        if fixed.bias is not None:
+            y = y + (self.gate * getattr(self.norm, str(self.probed.bias)) + (1 - self.gate) * fixed.bias)
+        return y.to(torch.promote_types(h.dtype, fixed.weight.dtype))
+
+    def _hold(self, y: Tensor, unused: nn.Module) -> Tensor:
+        """y, with the parameters of the branch that this path leaves out kept in the graph with zero gradient.
+
+        DistributedDataParallel stops when a parameter that had a gradient gets none after a change of path.
+        """
+        if not (self.training and y.requires_grad and torch.is_grad_enabled()):
+            return y
+        parameters = [p for p in unused.parameters() if p.requires_grad]
+        return _Hold.apply(y, *parameters) if parameters else y  # type: ignore[return-value]
+
+    def set_gate(self, value: float) -> None:
+        """Write the gate in place and choose the path that computes it: 1 exact, 0 fixed, mixed between."""
+        self.gate.fill_(value)
+        self.path = "exact" if value == 1 else "fixed" if value == 0 else "mixed"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TaperNorm:
+        return _apply_but_keep_float32(self, fn, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if not self.gate.is_meta:  # the state dict is the authority for the gate, and the path follows it
+            self.set_gate(float(self.gate))
+
+    def extra_repr(self) -> str:
+        return f"{self.probed.kind}, path={self.path}"
+
+
+class _Hold(torch.autograd.Function):
+    """Identity on the first input; zero gradient for the others."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return (grads[0], *(torch.zeros_like(p) for p in ctx.saved_tensors))
+
+
+def in_backward() -> bool:
+    """True inside a backward pass, where gradient checkpointing runs a forward for the second time.
+
+    Not told by the grad mode: the first pass of reentrant checkpointing has it off.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def taper_norms(model: nn.Module) -> dict[str, TaperNorm]:
+    """Every TaperNorm of a model by its full name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TaperNorm)}
+
+
+def _apply_but_keep_float32(module: Any, fn: Callable[..., Any], recurse: bool) -> Any:
+    """`nn.Module._apply`, but buffers follow to another device only: `.bfloat16()` must not round gate and c."""
+    before = dict(module._buffers)
+    nn.Module._apply(module, fn, recurse)
+    for name, old in before.items():
+        new = module._buffers[name]
+        if new.dtype != old.dtype:
+            module._buffers[name] = torch.empty_like(old, device=new.device) if old.is_meta else old.to(new.device)
+    return module

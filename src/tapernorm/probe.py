@@ -1,0 +1,156 @@
+"""What a norm computes, measured by feeding it inputs rather than read off its class name.
+
+    rms:    y = h / sqrt(mean(h²) + eps) · γ
+    layer:  y = (h − mean(h)) / sqrt(var(h) + eps) · γ + β
+
+with γ the weight w itself, 1 + w (zero-centred: Gemma, Nemotron, Qwen3-Next) or nothing. Class names do not tell:
+transformers has some forty norm classes, and two that share a name may differ in the gain's convention.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+_TOKENS = 32
+_TINY = 1e-6  # scale of the input at which eps shows; its square is far below every eps in use
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """What the probe found. `gain` and `bias` are the names of the module's parameters, None where it has none."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    zero_centered: bool
+    gain: str | None
+    bias: str | None
+
+
+@torch.no_grad()
+def probe(module: nn.Module, width: int) -> Norm | None:
+    """Explain `module` as an RMS or a layer norm over the last dimension, or return None.
+
+    Works on a CPU copy with random parameters, so neither the module nor its values matter: a module on the
+    meta device is explained as well.
+
+    Args:
+        module: a module without submodules that maps [..., width] to [..., width].
+        width: size of the last dimension of its input.
+    """
+    names = _parameter_names(module, width)
+    if names is None:
+        return None
+    gain_name, bias_name = names
+    twin = _cpu_twin(module)
+    if twin is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    parameters = dict(twin.named_parameters())
+    for parameter in parameters.values():
+        parameter.copy_(0.3 * normal(width) + 0.7)
+    dtype = next((p.dtype for p in parameters.values()), torch.float32)
+    w = parameters[gain_name].double() if gain_name else torch.ones(width, dtype=torch.float64)
+    b = parameters[bias_name].double() if bias_name else torch.zeros(width, dtype=torch.float64)
+
+    # Large inputs with a mean of their own: eps vanishes, and a layer norm differs from an RMS norm.
+    large = 1e3 * (normal(_TOKENS, width) + 0.5)
+    measured = _call(twin, large.to(dtype))
+    if measured is None:
+        return None
+    units = {"rms": _unit(large), "layer": _unit(large - large.mean(-1, keepdim=True))}
+    for kind, unit in units.items():
+        for zero_centered in (False, True) if gain_name else (False,):
+            gain = 1 + w if zero_centered else w
+            wanted = unit * gain + b
+            if (measured - wanted).abs().max() > 1e-4 * wanted.abs().max():
+                continue
+            # y − b = s / sqrt(s² + eps) · (u γ) for an input s·u of unit scale u.
+            unit_input = _unit(normal(_TOKENS, width)) if kind == "rms" else _unit(_centred(normal(_TOKENS, width)))
+            small = _call(twin, (_TINY * unit_input).to(dtype))
+            if small is None:
+                return None
+            direction = unit_input * gain
+            ratio = float(((small - b) * direction).sum() / direction.pow(2).sum())
+            if not 0 < ratio < 1 + 1e-4:
+                return None
+            eps = max(0.0, _TINY**2 * (1 / ratio**2 - 1))
+            return Norm(kind, _nominal(module, eps), zero_centered, gain_name, bias_name)  # type: ignore[arg-type]
+    return None
+
+
+def gain(module: nn.Module, norm: Norm, width: int) -> Tensor:
+    """γ of a norm, in float32 or wider: its weight, one plus its weight, or ones. [width]"""
+    weight = getattr(module, norm.gain) if norm.gain else None
+    if weight is None:
+        anchor = next(module.parameters(), torch.empty(0))
+        return torch.ones(width, device=anchor.device)
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return 1 + wide if norm.zero_centered else wide
+
+
+def _parameter_names(module: nn.Module, width: int) -> tuple[str | None, str | None] | None:
+    """(gain, bias) if the module's parameters can be those of a norm of this width, else None."""
+    if next(module.children(), None) is not None:
+        return None
+    gain_name = bias_name = None
+    for name, parameter in module.named_parameters():
+        if tuple(parameter.shape) != (width,):
+            return None
+        if "bias" in name or name in ("beta", "b"):
+            bias_name, other = name, bias_name
+        else:
+            gain_name, other = name, gain_name
+        if other is not None:
+            return None
+    return gain_name, bias_name
+
+
+def _cpu_twin(module: nn.Module) -> nn.Module | None:
+    """A copy on the CPU, in float32 or float64, without hooks. None for what cannot be copied."""
+    try:
+        twin = copy.deepcopy(module)
+    except Exception:  # a module that holds a generator, a lock, ... is no norm
+        return None
+    for hooks in (twin._forward_hooks, twin._forward_pre_hooks, twin._backward_hooks):
+        hooks.clear()
+    on_meta = any(t.is_meta for t in [*twin.parameters(), *twin.buffers()])
+    twin = twin.to_empty(device="cpu") if on_meta else twin.cpu()
+    dtypes = {p.dtype for p in twin.parameters()}
+    return (twin if dtypes == {torch.float64} else twin.float()).eval()
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor | None:
+    try:
+        y = module(x)
+    except Exception:  # not a module of one tensor
+        return None
+    if not isinstance(y, Tensor) or y.shape != x.shape or not torch.isfinite(y).all():
+        return None
+    return y.double()
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+def _nominal(module: nn.Module, measured: float) -> float:
+    """The number that the module was given, where one of its attributes agrees with the measurement."""
+    if measured < 1e-3 * _TINY**2:
+        return 0.0
+    for value in vars(module).values():
+        if isinstance(value, float) and abs(value - measured) <= 1e-2 * measured:
+            return value
+    return measured

@@ -1,0 +1,440 @@
+"""The page about a run: `write_report` reads a run folder and writes one self-contained HTML file.
+
+Every key of `run.json` may be missing, and so may the logs: what is not there is said to be not measured. The
+page loads nothing (its content security policy forbids it) and runs no script.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+from rich.table import Table
+from rich.text import Text
+
+from tapernorm import figures
+from tapernorm.figures import number
+
+MISSING = "not measured"
+_VARIANT_ORDER = ("stock", "functional", "unfused", "folded", "folded-fused")
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def write_report(run: Path) -> Path:
+    """Write `run/report.html` from `run/run.json` and `run/<arm>/log.jsonl`, and return its path.
+
+    Works on a run that has not ended; parts not measured yet are marked so.
+
+    Raises:
+        ValueError: `run` is not a folder, holds neither `run.json` nor a log, or its `run.json` is not JSON.
+    """
+    run = Path(run)
+    data, logs, notes = _read(run)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"breakable": _breakable}
+    environment.globals |= {
+        name.removeprefix("format_"): function
+        for name, function in globals().items()
+        if name.startswith("format_")
+    }
+    page = environment.get_template("report.html.j2").render(_view(run, data, logs, notes))
+    path = run / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> Table:
+    """What a person wants to know at the end of a run, three narrow columns for the terminal.
+
+    Args:
+        run: the content of `run.json`.
+        report: where the report is; without it, `run["report"]`, if that is there.
+    """
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(justify="right", overflow="fold")
+    table.add_column(overflow="fold")
+
+    def add(what: str, value: Any, note: str = "") -> None:
+        table.add_row(Text(what), Text(str(value)), Text(note))
+
+    loss = _losses(run)
+    for key, label in (("original", "loss, original"), ("baseline", "loss, norms kept")):
+        if loss[key] is not None:
+            add(label, format_loss(loss[key]))
+    add("loss, norms removed", format_loss(loss["tapered"]), format_gap(loss["tapered"], loss["baseline"]))
+    fold = _part(run, "fold")
+    bound = fold.get("bound")
+    note = (
+        f"relative {format_error(fold.get('relative_error'), plain=True)}"
+        if fold.get("relative_error")
+        else ""
+    )
+    note += f", bound {format_error(bound, plain=True)}" if note and bound is not None else ""
+    add("largest logit error", format_error(fold.get("max_abs_logit_error"), plain=True), note)
+    speed = _headline_speed(run)
+    for variant, label in (("stock", "before"), ("unfused", "unfused"), ("folded", "folded")):
+        row = speed.get(variant, {})
+        add(f"tokens/s, {label}", format_speed(row.get("value")), format_ratio(row.get("ratio"), ""))
+    for label, value in (
+        ("report", report or run.get("report")),
+        ("norm-free model", run.get("norm_free_model")),
+    ):
+        if value:
+            table.add_row(Text(label), Text(str(value), justify="left"), Text())
+    return table
+
+
+def format_loss(value: Any) -> str:
+    """A loss in nats with four decimals; "NaN" or "∞" if it is that, "not measured" if there is none."""
+    return _finite(value, lambda v: f"{v:.4f}" if abs(v) < 1e4 else f"{v:,.0f}")
+
+
+def format_gap(value: Any, base: Any, missing: str = "") -> str:
+    """By how many percent `value` is above `base`, with its sign."""
+    one, two = number(value), number(base)
+    if one is None or not two:
+        return missing
+    return f"{100 * (one / two - 1):+.2f} %".replace("-", "−")
+
+
+def format_error(value: Any, plain: bool = False) -> str:
+    """A small number as 2.1 × 10⁻⁷, or 2.1e-07 when `plain`."""
+
+    def show(v: float) -> str:
+        if v == 0 or plain:
+            return f"{v:.1e}" if v else "0"
+        mantissa, exponent = f"{v:.1e}".split("e")
+        power = str(int(exponent)).translate(_SUPERSCRIPT)
+        return f"10{power}" if mantissa == "1.0" else f"{mantissa} × 10{power}"
+
+    return _finite(value, show)
+
+
+def format_speed(value: Any) -> str:
+    """Tokens a second: whole above 100, three digits below."""
+    return _finite(value, lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}")
+
+
+def format_ratio(value: Any, missing: str = MISSING) -> str:
+    """A ratio to the stock model, 1.21 ×."""
+    return f"{value:.2f} ×" if number(value) is not None else missing
+
+
+def format_count(value: Any) -> str:
+    """A whole number: 12,345, or 1.23 million."""
+    units = ((1e9, " billion"), (1e6, " million"))
+    for unit, word in units:
+        if (v := number(value)) is not None and abs(v) >= unit:
+            return f"{v / unit:.2f}{word}"
+    return _finite(value, lambda v: f"{v:,.0f}")
+
+
+def format_duration(seconds: Any) -> str:
+    """Seconds as 2 h 05 min, 3 min 12 s or 4.2 s."""
+
+    def show(v: float) -> str:
+        if v < 60:
+            return f"{v:.1f} s"
+        minutes, rest = divmod(round(v), 60)
+        if minutes < 60:
+            return f"{minutes} min {rest:02} s"
+        return f"{minutes // 60} h {minutes % 60:02} min"
+
+    return _finite(seconds, show)
+
+
+def format_share(value: Any) -> str:
+    """A share from 0 to 1 as a percentage that never rounds up to 100 %."""
+    return _finite(value, lambda v: "100 %" if v == 1 else f"{math.floor(v * 10000) / 100:.2f} %")
+
+
+def format_perplexity(value: Any) -> str:
+    """A perplexity with two decimals."""
+    return _finite(value, lambda v: f"{v:,.2f}")
+
+
+def format_literal(text: Any) -> str:
+    """`text` as a Python string in double quotes."""
+    return json.dumps(str(text), ensure_ascii=False)
+
+
+def format_value(value: Any) -> str:
+    """A setting: lists with commas, yes and no, numbers short."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_value, value)) or "none"
+    return str(value)
+
+
+def _finite(value: Any, show: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    v = number(value)
+    return MISSING if v is None else show(v).replace("-", "−") if "e-" not in show(v) else show(v)
+
+
+def _breakable(name: Any) -> Markup:
+    """A dotted name that may wrap after its dots and underscores."""
+    return Markup(str(escape(str(name))).replace(".", ".<wbr>").replace("_", "_<wbr>"))
+
+
+def _part(run: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = run.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _read(run: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], list[str]]:
+    """run.json, the log of every arm, and notes about what could not be read."""
+    if not run.is_dir():
+        raise ValueError(f"{run} is not a folder; give the folder that --out of taper or pretrain named")
+    data: dict[str, Any] = {}
+    path = run / "run.json"
+    if path.is_file():
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"{path} must hold a JSON object, not a {type(data).__name__}")
+    notes: list[str] = []
+    found = {log.parent.name: _read_log(log, notes) for log in sorted(run.glob("*/log.jsonl"))}
+    if not data and not any(found.values()):
+        raise ValueError(f"{run} is not a run folder: it holds neither run.json nor <arm>/log.jsonl")
+    tapered, baseline = _arm_names(data, found)
+    order = [baseline, tapered, *found]
+    logs = {arm: found[arm] for arm in dict.fromkeys(order) if found.get(arm)}
+    return data, logs, notes
+
+
+def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Rows by step. A resumed run writes some steps again: the last row of a step counts."""
+    rows: dict[float, dict[str, Any]] = {}
+    bad = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            rows[number(row["step"])] = row  # type: ignore[index]
+        except (ValueError, KeyError, TypeError):
+            bad += bool(line.strip())  # a run that was killed leaves half a line
+    rows.pop(None, None)  # type: ignore[call-overload]
+    infinite = sum(isinstance(r.get("loss"), float) and not math.isfinite(r["loss"]) for r in rows.values())
+    if bad:
+        notes.append(f"{path.parent.name}: {bad} unreadable line(s) of log.jsonl left out")
+    if infinite:
+        notes.append(f"{path.parent.name}: the training loss was not finite in {infinite} row(s); not drawn")
+    return [rows[step] for step in sorted(rows)]
+
+
+def _arm_names(run: Mapping[str, Any], logs: Iterable[str]) -> tuple[str, str]:
+    """The names of the tapered arm and of its baseline; guessed from the logs when run.json does not say."""
+    known = [*logs, *_part(run, "losses")]
+    arm = run.get("arm") or next((name for name in ("internal", "all") if name in known), "internal")
+    base = run.get("baseline_arm") or next((n for n in ("rms", "normed", "layer") if n in known), "baseline")
+    return str(arm), str(base)
+
+
+def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
+    tapered, baseline = _arm_names(run, ())
+    losses = _part(run, "losses")
+    names = {"original": "original", "baseline": baseline, "tapered": tapered}
+    return {key: _part(losses, name).get("loss") for key, name in names.items()}
+
+
+def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the benchmark that may be compared: the same model, mode, batch, cache, compile mode and dtype."""
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    rows = _part(run, "bench").get("rows")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    models = {row.get("model") for row in rows}
+    for row in rows:
+        value = number(row.get("tokens_per_second"))
+        if value is None:
+            continue
+        words = [str(row["mode"])] if row.get("mode") else []
+        words += [f"batch {row['batch']}"] if row.get("batch") is not None else []
+        words += (
+            [f"{row['cache']} cache" if row["cache"] != "none" else "no cache"] if row.get("cache") else []
+        )
+        words += ["compiled" if row["compiled"] else "eager"] if row.get("compiled") is not None else []
+        words += [str(row["dtype"])] if row.get("dtype") else []
+        words += [str(row.get("model"))] if len(models) > 1 else []
+        variant = str(row.get("variant", "unnamed"))
+        shown = {**row, "variant": variant, "value": value, "ratio": number(row.get("ratio"))}
+        groups.setdefault(", ".join(words), {})[variant] = {**shown, "shown": format_speed(value)}
+    for group in groups.values():
+        stock = group.get("stock", {}).get("value")
+        for row in group.values():
+            if row["ratio"] is None and stock:
+                row["ratio"] = row["value"] / stock
+    rank = {name: i for i, name in enumerate(_VARIANT_ORDER)}
+    return [
+        {"title": title, "rows": sorted(group.values(), key=lambda row: rank.get(row["variant"], 9))}
+        for title, group in groups.items()
+    ]
+
+
+def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of one benchmark setting by variant: decoding where that was measured, the fullest group first."""
+    groups = _bench_groups(run)
+    by_variant = [{row["variant"]: row for row in group["rows"]} for group in groups]
+    wanted = {"stock", "folded"}
+    best = max(
+        by_variant,
+        key=lambda g: (wanted <= set(g), any(r.get("mode") == "decode" for r in g.values())),
+        default={},
+    )
+    title = next((g["title"] for g, rows in zip(groups, by_variant, strict=True) if rows is best), "")
+    return {**best, "title": title}
+
+
+def _fold_rows(run: Mapping[str, Any], sites: list[str]) -> list[dict[str, Any]]:
+    """One row a norm, numbered as in the figures: in order of execution as far as the logs know it."""
+    fold = _part(run, "fold")
+    folded, kept = (list(fold.get(key) or ()) for key in ("folded", "kept"))
+    names = dict.fromkeys([*sites, *_part(fold, "c"), *_part(fold, "kinds"), *folded, *kept])
+    if not folded and not kept:
+        return []
+    return [
+        {
+            "number": i,
+            "name": name,
+            "kind": _part(fold, "kinds").get(name, ""),
+            "role": _part(fold, "roles").get(name, ""),
+            "verdict": "folded" if name in folded else "kept",
+            "reason": _part(fold, "reasons").get(name, ""),
+            "c": _finite(_part(fold, "c").get(name), lambda v: f"{v:.4g}") if name in folded else "",
+        }
+        for i, name in enumerate(names, 1)
+        if name in folded or name in kept
+    ]
+
+
+def _view(run: Path, data: dict[str, Any], logs: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """All that the template shows."""
+    tapered, baseline = _arm_names(data, logs)
+    rows = logs.get(tapered, [])
+    sites = list(dict.fromkeys(site for row in rows for key in ("scale", "c") for site in row.get(key) or ()))
+    losses = {str(arm): value for arm, value in _part(data, "losses").items() if isinstance(value, dict)}
+    events = [event for event in data.get("events") or () if isinstance(event, dict)]
+    view = {
+        "run": data, "name": run.resolve().name, "tapered": tapered, "baseline": baseline, "losses": losses,
+        "fold": _part(data, "fold"), "verify": _part(data, "verify"), "fold_rows": _fold_rows(data, sites),
+        "bench": _bench_groups(data), "samples": [s for s in data.get("samples") or () if isinstance(s, dict)],
+        "events": events, "notes": notes, "missing": MISSING, "part": lambda key: _part(data, key),
+        "figure": _draw_all(data, logs, sites, tapered, baseline),
+    }  # fmt: skip
+    return view | _verdict(data, rows, view)
+
+
+def _draw_all(
+    run: Mapping[str, Any], logs: dict[str, Any], sites: list[str], tapered: str, baseline: str
+) -> dict[str, Markup]:
+    """The SVG of every figure that has data; a figure that is not in the result was not measured."""
+    rows = logs.get(tapered, [])
+    others = [arm for arm in logs if arm not in (tapered, baseline)]
+    spare = figures.ARM_COLOURS[2:]
+    colours = {arm: spare[i % len(spare)] for i, arm in enumerate(others)}
+    colours |= dict(zip((tapered, baseline), figures.ARM_COLOURS, strict=False))
+    draws: dict[str, tuple[figures.Draw, str]] = {}
+    arms = ", ".join(logs)
+
+    def measured(*keys: str) -> bool:
+        return any(figures.series(log, key)[0].size for log in logs.values() for key in keys)
+
+    if measured("loss", "eval_loss"):
+        label = f"Loss over optimizer steps of the arms {arms}, with the gate on a second axis."
+        draws["loss"] = figures.loss_curves(logs, colours, tapered, baseline), label
+    if sites:
+        label = (
+            f"Residual scale and fixed scale over optimizer steps, one line for each of {len(sites)} norms."
+        )
+        draws["sites"] = figures.site_lines(rows, sites), label
+    if figures.has_drift(rows, sites):
+        label = f"Heatmap of c times r over optimizer steps for {len(sites)} norms."
+        draws["drift"] = figures.site_drift(rows, sites), label
+    if measured("logit_std", "logit_max", "prelogit_scale", "radial_gradient"):
+        label = f"Logit scale, scale of the last residual and radial gradient of the arms {arms}."
+        draws["logits"] = figures.logit_panels(logs, colours), label
+    if groups := _bench_groups(run):
+        label = "Tokens a second by variant; the numbers are in the table below the figure."
+        draws["bench"] = figures.throughput([(g["title"], g["rows"]) for g in groups]), label
+    return {name: Markup(figures.inline(draw, name, label)) for name, (draw, label) in draws.items()}
+
+
+def _verdict(run: Mapping[str, Any], rows: list[dict[str, Any]], view: dict[str, Any]) -> dict[str, Any]:
+    """The run in sentences, whether anything failed, and the key table as (what, value, note)."""
+    fold, verify, loss = view["fold"], view["verify"], _losses(run)
+    speed, title = _headline_speed(run), _headline_speed(run)["title"]
+    model = _part(run, "model").get("name") or "the model"
+    folded, kept = len(fold.get("folded") or ()), len(fold.get("kept") or ())
+    said, key = [], []
+    if folded:
+        many = f"{folded} of {folded + kept}" if kept else f"All {folded}"
+        stay = f"; {kept} {'stays' if kept == 1 else 'stay'} in place" if kept else ""
+        said.append(f"{many} normalization layers of {model} were removed and folded into its weights{stay}.")
+    elif rows:
+        gate = _finite(rows[-1].get("gate"), lambda v: f"{v:.2f}")
+        said.append(
+            f"The norms of {model} are not folded: the log ends at step {rows[-1]['step']:,}, gate {gate}."
+        )
+    else:
+        said.append(f"No norm of {model} has been removed so far.")
+    key.append(("norms removed", f"{folded} of {folded + kept}" if folded else MISSING, ""))
+
+    gap, change = (format_gap(loss["tapered"], loss[base]) for base in ("baseline", "original"))
+    if loss["tapered"] is not None:
+        text = f"Without them the validation loss is {format_loss(loss['tapered'])}"
+        text += f": {gap} against the same training with the norms kept" if gap else ""
+        said.append(text + (f", {change} against the model before any training." if change else "."))
+    elif last := [row for row in rows if number(row.get("eval_loss")) is not None][-1:]:
+        at = f"{format_loss(last[0]['eval_loss'])} at step {last[0]['step']:,}"
+        said.append(f"The last validation loss in the log is {at}.")
+    if loss["original"] is not None:
+        key.append(("validation loss, original", format_loss(loss["original"]), "before any training"))
+    key.append(("validation loss, norms kept", format_loss(loss["baseline"]), f"arm {view['baseline']}"))
+    key.append(("validation loss, norms removed", format_loss(loss["tapered"]), gap))
+
+    bounds = f"relative {format_error(fold.get('relative_error'))}, bound {format_error(fold.get('bound'))}"
+    error, bound = number(fold.get("relative_error")), number(fold.get("bound"))
+    within = None if error is None or bound is None else error <= bound
+    if fold.get("max_abs_logit_error") is not None:
+        text = f"Folding moved no logit by more than {format_error(fold['max_abs_logit_error'])} ({bounds})."
+        said.append(text)
+    key.append(
+        (
+            "largest logit error of the fold",
+            format_error(fold.get("max_abs_logit_error")),
+            bounds if fold else "",
+        )
+    )
+    key.append(("greedy tokens that agree", format_share(verify.get("greedy_match")), ""))
+
+    fast, stock = speed.get("folded", {}), speed.get("stock", {})
+    if fast:
+        ratio = f", {format_ratio(fast['ratio'])} the stock model" if fast["ratio"] is not None else ""
+        said.append(f"It makes {fast['shown']} tokens a second{ratio} ({title}).")
+    key.append(("tokens a second, stock", format_speed(stock.get("value")), title))
+    key.append(
+        ("tokens a second, folded", format_speed(fast.get("value")), format_ratio(fast.get("ratio"), ""))
+    )
+
+    failed = []
+    if within is False:
+        failed.append("The error of the fold is above its bound.")
+    if verify.get("passed") is False:
+        failed.append("The verification after folding failed: do not use the norm-free model.")
+    return {"verdict": said, "failed": failed, "key": key, "within": within}
