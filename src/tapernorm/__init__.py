@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tapernorm import _register
+
 __version__ = "0.1.0"
 
 # Public name -> the module that holds it. Nothing is imported before it is asked for, so that
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     from tapernorm.verify import verify as verify
 
 __all__ = [*_WHERE, "__version__"]
+
+
+_register.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -44,8 +44,9 @@ class _Families(dict):
     @staticmethod
     def _base_type(model_type: object) -> str:
         """`"llama"` for `"tapernorm_llama"`; an empty string, which no table holds, for anything else."""
-        named = isinstance(model_type, str) and model_type.startswith(_TYPE_PREFIX)
-        return model_type.removeprefix(_TYPE_PREFIX) if named else ""
+        if isinstance(model_type, str) and model_type.startswith(_TYPE_PREFIX):
+            return model_type.removeprefix(_TYPE_PREFIX)
+        return ""
 
 
 class _Waiter(MetaPathFinder):

@@ -132,3 +132,108 @@ class TaperConfig:
             if name not in known:
                 raise ValueError(f"TaperConfig has no field {name!r}{nearest(name, known)}")
         return cls(**values)
+
+
+# name -> (width, layers, vocabulary, context); the shapes of the paper's four sizes, and a quick one
+SIZES = {
+    "demo": (96, 8, 2048, 256),
+    "1m": (64, 8, 10_000, 512),
+    "3m": (128, 8, 10_000, 512),
+    "9m": (256, 8, 10_000, 512),
+    "30m": (512, 8, 10_000, 512),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What `tapernorm taper` and `tapernorm pretrain` do, from text to report.
+
+    Args:
+        kind: `"taper"` trains the norms out of a given model, `"pretrain"` starts from random weights.
+        model: for taper, a folder, a hub id or a file that `tapernorm.from_pretrained` reads.
+        size: for pretrain, one of `SIZES`.
+        data: what `tapernorm.data.load_text` reads.
+        arm: `"internal"`, `"all"`, or `"baseline"` for the model with its norms alone.
+        baseline: also train the model with its norms, on the same batches, to compare with.
+        steps: optimizer steps of each arm.
+        batch: sequences in one forward; accumulate: forwards in one step; block: tokens in a sequence (None: the
+            model's context, at most 512).
+        warmup_steps, taper_steps: of the gate; None: a tenth and a half of the run.
+        learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 3e-4 for taper.
+        eval_tokens: how much of the validation text to measure on.
+        bf16: bfloat16 autocast.
+
+    Raises:
+        ValueError: a value out of its range, an unknown size or arm, a taper that does not fit in the run.
+    """
+
+    kind: Literal["taper", "pretrain"]
+    data: str
+    out: str
+    model: str | None = None
+    size: str = "1m"
+    arm: str = "internal"
+    baseline: bool = True
+    steps: int = 1000
+    batch: int = 8
+    accumulate: int = 1
+    block: int | None = None
+    learning_rate: float | None = None
+    warmup_steps: int | None = None
+    taper_steps: int | None = None
+    calibration: str = "robust"
+    anchor: str | None = None
+    anchor_weight: float | None = None
+    keep: tuple[str, ...] = ()
+    allow_massive: bool = False
+    text_column: str = "text"
+    split: str | None = None
+    vocab_size: int | None = None
+    eval_tokens: int = 65_536
+    seed: int = 0
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", tuple(self.keep))
+        arms = ("internal", "all", "baseline")
+        if self.arm not in arms:
+            raise ValueError(f"arm={self.arm!r} is not one of {', '.join(arms)}{nearest(self.arm, arms)}")
+        if self.kind == "pretrain" and self.size not in SIZES:
+            raise ValueError(f"size={self.size!r} is not one of {', '.join(SIZES)}{nearest(self.size, SIZES)}")
+        if self.kind == "taper" and not self.model:
+            raise ValueError("taper needs a model: a folder, a hub id or a file")
+        for field in ("steps", "batch", "accumulate", "eval_tokens"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be at least 1")
+        if self.block is not None and self.block < 2:
+            raise ValueError(f"block={self.block!r} must be at least 2 tokens")
+        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning_rate={self.learning_rate!r} must be above 0 and below 1")
+        if self.arm != "baseline":
+            taper = self.taper
+            if taper.total_steps > self.steps:
+                raise ValueError(
+                    f"warmup_steps={taper.warmup_steps} and taper_steps={taper.taper_steps} end at step "
+                    f"{taper.total_steps}, beyond the run's steps={self.steps}: the gate would not reach 0; "
+                    "lower them or raise steps"
+                )
+
+    @property
+    def taper(self) -> TaperConfig:
+        """The taper of this run. The relative anchor is the default for a model that was trained before."""
+        warmup = max(1, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+        taper = max(1, self.steps // 2) if self.taper_steps is None else self.taper_steps
+        return TaperConfig(
+            arm=self.arm,  # type: ignore[arg-type]
+            warmup_steps=warmup,
+            taper_steps=taper,
+            calibration=self.calibration,  # type: ignore[arg-type]
+            anchor=self.anchor or ("relative" if self.kind == "taper" else "absolute"),  # type: ignore[arg-type]
+            anchor_weight=self.anchor_weight,
+            keep=self.keep,
+            allow_massive=self.allow_massive,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}

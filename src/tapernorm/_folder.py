@@ -1,0 +1,67 @@
+"""Write a model folder as a whole or not at all, and never over what is not a model's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+_TYPE_PREFIX = "tapernorm_"
+# What an earlier save may have written, and a later one may replace.
+_OWN_FILES = re.compile(
+    r"(config|generation_config|taper|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|"
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|taper\.safetensors|modeling_tapernorm\.py|"
+    r"merges\.txt|vocab\.txt|[\w.]+\.model|chat_template\.(jinja|json)|additional_chat_templates"
+)
+
+
+def refuse_occupied(target: Path, overwrite: bool) -> None:
+    """Raises ValueError for a file, and for a folder with anything that no earlier save wrote."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; give the name of a folder")
+    entries = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    if not entries or overwrite:
+        return
+    foreign = [name for name in entries if not _OWN_FILES.fullmatch(name)]
+    if foreign or not model_type(target).startswith(_TYPE_PREFIX):
+        found = ", ".join((foreign or entries)[:3])
+        raise ValueError(
+            f"{target} is not empty (it holds {found}) and was not written by an earlier save of a tapered or "
+            "norm-free model; choose a new folder, or pass overwrite=True to replace the model in it"
+        )
+
+
+def model_type(folder: Path) -> str:
+    """The model type in a folder's config.json; an empty string when there is none."""
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, which takes its place when the block ends, and is removed when it fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = uuid.uuid4().hex[:8]
+    staging, old = (target.parent / f".{target.name}.{token}.{state}" for state in ("partial", "old"))
+    staging.mkdir()
+    try:
+        yield staging
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    if old.exists():
+        for path in old.iterdir():  # what is not a model's is the user's, and stays
+            if not _OWN_FILES.fullmatch(path.name) and not (target / path.name).exists():
+                path.rename(target / path.name)
+        shutil.rmtree(old)

