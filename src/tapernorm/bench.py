@@ -112,9 +112,8 @@ def bench(
     """
     reference = "stock" if "stock" in models else next(iter(models))
     seconds: dict[str, list[float]] = {variant: [] for variant in models}
-    ids = torch.randint(
-        1, next(iter(models.values())).config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)
-    )  # type: ignore[union-attr]
+    vocabulary = int(getattr(models[reference].config, "vocab_size", 2))
+    ids = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(0))
     order = list(models)
     for number in range(rounds + 1):
         for variant in order:

@@ -7,6 +7,7 @@ input is wrong, 3 a numerical check failed.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -441,6 +442,9 @@ def _console() -> Any:
 
 def main() -> None:
     """Run the command line; errors become one line and an exit code."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except ValueError as error:

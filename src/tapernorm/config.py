@@ -228,6 +228,8 @@ class RunConfig:
             warmup_steps=warmup,
             taper_steps=taper,
             calibration=self.calibration,  # type: ignore[arg-type]
+            # The scale moves while a model is trained: a tenth of the warm-up is as far as the average looks back.
+            ema_decay=min(0.99, max(0.0, 1 - 10 / warmup)),
             anchor=self.anchor or ("relative" if self.kind == "taper" else "absolute"),  # type: ignore[arg-type]
             anchor_weight=self.anchor_weight,
             keep=self.keep,

@@ -246,9 +246,11 @@ class TaperController:
         self._observe()
 
     def _copy_optimizer_state(self, source: nn.Parameter, target: nn.Parameter) -> None:
-        state = {} if self._optimizer is None else self._optimizer.state.get(source, {})
-        for key, value in state.items():
-            self._optimizer.state[target][key] = value.clone() if isinstance(value, Tensor) else value
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        for key, value in optimizer.state.get(source, {}).items():
+            optimizer.state[target][key] = value.clone() if isinstance(value, Tensor) else value
 
     def _set_gates(self) -> None:
         value = schedule.gate(self.taper_clock, self.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,7 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
         model.set_submodule(site.name, TaperNorm(model.get_submodule(site.name), site.probed, site.width))
     controller = TaperController(model, config, final)
     setattr(model, _ATTRIBUTE, controller)
+    guard_saving(model)
     return controller
 
 
@@ -92,7 +94,24 @@ def restore_(model: nn.Module) -> nn.Module:
     for name, module in tapered.items():
         model.set_submodule(name, module.norm)
     release(model)
+    vars(model).pop("save_pretrained", None)
     return model
+
+
+def guard_saving(model: Any) -> None:
+    """Route `model.save_pretrained` through `tapernorm.save_pretrained`, also when a stock Trainer calls it.
+
+    transformers' own would write a stock config; from that folder a stock model loads with fresh norms in it, and
+    nothing but a warning.
+    """
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_save_as_it_is, model)  # a partial, for deepcopy and pickle
+
+
+def _save_as_it_is(model: Any, save_directory: Any, **ignored: Any) -> None:
+    from tapernorm import hub  # imports this module
+
+    hub.save_pretrained(model, save_directory, overwrite=True)
 
 
 def release(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tapernorm.convert import get_controller, release
+from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import TaperNorm, taper_norms
 from tapernorm.sites import Consumer, NormSite, default_example, find_sites, run, tensors
 
@@ -97,6 +97,7 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
                 undo()
                 raise
     release(model)
+    guard_saving(model)
     kept = {site.name: site.reason or "it was not tapered" for site in sites if site.name not in tapered}
     return FoldReport(
         folded=tuple(site.name for site, _ in plan),
@@ -210,12 +211,17 @@ def _is_tied(model: nn.Module, link: Consumer) -> bool:
     return sum(p is weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
 
 
+def _configs(model: nn.Module) -> list[Any]:
+    """The configs of a model that hold the flag by which the head is tied to the embedding."""
+    config: Any = getattr(model, "config", None)
+    holders = [config, *(getattr(config, sub, None) for sub in getattr(config, "sub_configs", {}))]
+    return [holder for holder in holders if hasattr(holder, "tie_word_embeddings")]
+
+
 def _untie_configs(model: Any, name: str) -> None:
     """The tie flag goes off in every config that holds it, or the next `tie_weights()` would undo the fold."""
-    config = getattr(model, "config", None)
-    for holder in [config, *(getattr(config, sub, None) for sub in getattr(config, "sub_configs", {}))]:
-        if getattr(holder, "tie_word_embeddings", False):
-            holder.tie_word_embeddings = False
+    for config in _configs(model):
+        config.tie_word_embeddings = False
     ties = getattr(model, "_tied_weights_keys", None)
     if isinstance(ties, dict):
         model._tied_weights_keys = {k: v for k, v in ties.items() if k != name} or None
@@ -233,9 +239,7 @@ class _Undo:
         self.parameters = {name: model.get_parameter(name) for name in sorted(names)}
         self.no_bias = [link.owner for link in links if link.bias is None]
         self.attributes = {k: getattr(model, k, None) for k in ("_tied_weights_keys", "all_tied_weights_keys")}
-        config = getattr(model, "config", None)
-        holders = [config, *(getattr(config, sub, None) for sub in getattr(config, "sub_configs", {}))]
-        self.ties = [(h, h.tie_word_embeddings) for h in holders if hasattr(h, "tie_word_embeddings")]
+        self.ties = [(config, config.tie_word_embeddings) for config in _configs(model)]
         save_file({name: p.detach().contiguous().clone() for name, p in self.parameters.items()}, path)
 
     def __call__(self) -> None:
@@ -248,8 +252,8 @@ class _Undo:
             self.model.get_submodule(name).register_parameter("bias", None)
         for site, module in self.plan:
             self.model.set_submodule(site.name, module)
-        for holder, flag in self.ties:
-            holder.tie_word_embeddings = flag
+        for config, flag in self.ties:
+            config.tie_word_embeddings = flag
         for name, value in self.attributes.items():
             if value is not None:
                 setattr(self.model, name, value)

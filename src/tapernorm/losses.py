@@ -140,7 +140,7 @@ def diagnose(model: nn.Module, ids: Tensor, sites: dict[str, tuple[str, float]],
             radial = float("nan")
             if residual:
                 (gradient,) = torch.autograd.grad(token_loss, residual[0])
-                radial = float((gradient * residual[0]).sum() / ids[:, 1:].numel())
+                radial = float((gradient * residual[0].detach()).sum() / ids[:, 1:].numel())
         logits = logits.detach()
         return Diagnosis(
             scale=seen,
