@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import dataclasses
 import datetime
 import platform
 import statistics
@@ -26,7 +27,8 @@ from tapernorm.convert import get_controller, restore_, taper_
 from tapernorm.fold import fold_
 from tapernorm.modules import taper_norms
 from tapernorm.probe import Norm, gain
-from tapernorm.sites import find_sites
+from tapernorm.sites import default_example, find_sites, run
+from tapernorm.verify import new_cache
 
 VARIANTS = ("stock", "functional", "unfused", "folded")
 
@@ -50,10 +52,12 @@ class FunctionalNorm(nn.Module):
 
 @torch.no_grad()
 def variants(model: nn.Module, arm: Arm = "internal", keep: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Copies of `model` that differ in their norms only. For speed: the scales of the last two are all 1.
+    """Copies of `model` that differ in their norms only.
 
     Args:
-        model: a stock model, or a tapered one (its norms are put back first, and its own choice of norms is used).
+        model: a tapered model at the end of its taper, of which the last two variants are the same function; or any
+            other, whose last two variants are for speed alone (`_calibrated`).
+        arm, keep: for a model that is not tapered, as in `TaperConfig`; a tapered one brings its own.
     """
     controller = get_controller(model)
     config = controller.config if controller else TaperConfig(arm=arm, keep=tuple(keep), anchor_weight=0.0)
@@ -65,13 +69,29 @@ def variants(model: nn.Module, arm: Arm = "internal", keep: Iterable[str] = ()) 
         if site.probed is not None:
             norm = FunctionalNorm(stock.get_submodule(site.name), site.probed, site.width)
             made["functional"].set_submodule(site.name, norm.eval())
-    for name in ("unfused", "folded"):
-        made[name] = copy.deepcopy(stock)
-        taper_(made[name], config)
-        for module in taper_norms(made[name]).values():
-            module.set_gate(0.0)
+    done = controller is not None and controller.phase == "done"
+    made["unfused"] = copy.deepcopy(model).eval() if done else _calibrated(copy.deepcopy(stock), config)
+    made["folded"] = copy.deepcopy(made["unfused"])
     fold_(made["folded"])
     return made
+
+
+def _calibrated(model: nn.Module, config: TaperConfig) -> nn.Module:
+    """`model` tapered to gate 0 with scales measured on random tokens, and a tenth of them.
+
+    Without training nothing holds the scale of the residual, and a gated MLP is quadratic: at the full scale some
+    twenty layers overflow. At a tenth each block adds little to the residual.
+    """
+    steps = {"warmup_steps": 1, "taper_steps": 1, "allow_massive": True, "anchor_weight": 0.0}
+    controller = taper_(model, dataclasses.replace(config, **steps))
+    model.train()
+    run(model, default_example(model, batch=2, length=16))
+    model.eval()
+    controller.step()
+    controller.step()
+    for module in taper_norms(model).values():
+        module.fixed_norm.c.mul_(0.1)
+    return model
 
 
 def stock_like(source: str) -> nn.Module:
@@ -112,6 +132,9 @@ def bench(
     """
     reference = "stock" if "stock" in models else next(iter(models))
     seconds: dict[str, list[float]] = {variant: [] for variant in models}
+    context = int(getattr(models[reference].config, "max_position_embeddings", 1 << 30))
+    prompt = min(prompt, context // 2)
+    new_tokens = min(new_tokens, context - prompt - 1)  # a table of positions ends there
     vocabulary = int(getattr(models[reference].config, "vocab_size", 2))
     ids = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(0))
     order = list(models)
@@ -123,9 +146,9 @@ def bench(
         order = order[1:] + order[:1]  # nobody always comes after the same neighbour
         if progress is not None:
             progress()
-    first = next(models[reference].parameters())
     rows = []
     for variant, times in seconds.items():
+        first = next(models[variant].parameters())
         speed = sorted(batch * new_tokens / t for t in times)
         ratios = [a / b for a, b in zip(seconds[reference], times, strict=True)]
         rows.append(
@@ -155,12 +178,22 @@ def bench(
 
 
 def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows to a CSV file, with a header if it is new."""
-    new = not path.exists()
+    """Append rows to a CSV file, with a header if it is new. In an old one the columns keep their order.
+
+    Raises:
+        ValueError: the file lacks a column that the rows have.
+    """
+    if not rows:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if new:
+    with path.open("a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        header = next(csv.reader(file), [])
+        unknown = [name for row in rows for name in row if header and name not in header]
+        if unknown:
+            raise ValueError(f"{path} has no column {unknown[0]!r}; append to another file")
+        writer = csv.DictWriter(file, fieldnames=header or list(rows[0]))
+        if not header:
             writer.writeheader()
         writer.writerows(rows)
 
@@ -168,13 +201,12 @@ def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 def _decode(model: Any, ids: Tensor, new_tokens: int) -> float:
     """Seconds for `new_tokens` steps of greedy decoding, the prompt's own forward left out."""
     device = next(model.parameters()).device
-    output = model(input_ids=ids.to(device), use_cache=True)
-    cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+    cache = new_cache(model)
+    token = model(input_ids=ids.to(device), use_cache=True, **cache).logits[:, -1:].argmax(-1)
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(new_tokens):
-        output = model(input_ids=token, past_key_values=cache, use_cache=True)
-        token = output.logits[:, -1:].argmax(-1)
+        token = model(input_ids=token, use_cache=True, **cache).logits[:, -1:].argmax(-1)
     _synchronize(device)
     return time.perf_counter() - start
 

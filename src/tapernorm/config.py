@@ -24,6 +24,24 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def _is_number(value: Any) -> bool:
+    """A real number. A YAML file's `3e-4`, without a point, is a string, and a string compares with nothing."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _sequence(field: str, value: Any, of: type) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{field}={value!r} must be a sequence, such as {field}=({value!r},)")
+    items = tuple(value)
+    if not all(isinstance(item, of) for item in items):
+        raise ValueError(f"{field}={items!r} must hold values of type {of.__name__} only")
+    return items
+
+
 @dataclasses.dataclass(frozen=True)
 class TaperConfig:
     """How the norms of a model are tapered.
@@ -78,19 +96,17 @@ class TaperConfig:
                 raise ValueError(f"{field}={value!r} is not one of {known}{nearest(value, choices)}")
         for field in ("warmup_steps", "taper_steps"):
             value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_count(value, 1):
                 raise ValueError(f"{field}={value!r} must be a whole number of optimizer steps, at least 1")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay={self.ema_decay!r} must be at least 0 and below 1")
-        if self.anchor_weight is not None and not 0 <= self.anchor_weight < float("inf"):
-            raise ValueError(f"anchor_weight={self.anchor_weight!r} must be None or a finite number, at least 0")
-        if self.massive_ratio <= 1:
-            raise ValueError(f"massive_ratio={self.massive_ratio!r} must be above 1: it multiplies a median")
-        for field in ("keep", "prefix"):
-            value = getattr(self, field)
-            if isinstance(value, str | int):
-                raise ValueError(f"{field}={value!r} must be a sequence, such as {field}=({value!r},)")
-            object.__setattr__(self, field, tuple(value))
+        if not _is_number(self.ema_decay) or not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay={self.ema_decay!r} must be a number, at least 0 and below 1")
+        weight = self.anchor_weight
+        if weight is not None and (not _is_number(weight) or not 0 <= weight < float("inf")):
+            raise ValueError(f"anchor_weight={weight!r} must be None or a finite number, at least 0")
+        if not _is_number(self.massive_ratio) or not self.massive_ratio > 1:
+            raise ValueError(f"massive_ratio={self.massive_ratio!r} must be a number above 1: it multiplies a median")
+        for field, of in (("keep", str), ("prefix", int)):
+            object.__setattr__(self, field, _sequence(field, getattr(self, field), of))
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self) -> None:
@@ -194,7 +210,10 @@ class RunConfig:
     bf16: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "keep", _sequence("keep", self.keep, str))
+        kinds = ("taper", "pretrain")
+        if self.kind not in kinds:
+            raise ValueError(f"kind={self.kind!r} is not one of {', '.join(kinds)}{nearest(self.kind, kinds)}")
         arms = ("internal", "all", "baseline")
         if self.arm not in arms:
             raise ValueError(f"arm={self.arm!r} is not one of {', '.join(arms)}{nearest(self.arm, arms)}")
@@ -203,12 +222,13 @@ class RunConfig:
         if self.kind == "taper" and not self.model:
             raise ValueError("taper needs a model: a folder, a hub id or a file")
         for field in ("steps", "batch", "accumulate", "eval_tokens"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be at least 1")
-        if self.block is not None and self.block < 2:
-            raise ValueError(f"block={self.block!r} must be at least 2 tokens")
-        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
-            raise ValueError(f"learning_rate={self.learning_rate!r} must be above 0 and below 1")
+            if not _is_count(getattr(self, field), 1):
+                raise ValueError(f"{field}={getattr(self, field)!r} must be a whole number, at least 1")
+        if self.block is not None and not _is_count(self.block, 2):
+            raise ValueError(f"block={self.block!r} must be a whole number of tokens, at least 2")
+        rate = self.learning_rate
+        if rate is not None and (not _is_number(rate) or not 0 < rate < 1):
+            raise ValueError(f"learning_rate={rate!r} must be a number above 0 and below 1")
         if self.arm != "baseline":
             taper = self.taper
             if taper.total_steps > self.steps:
@@ -229,7 +249,7 @@ class RunConfig:
             taper_steps=taper,
             calibration=self.calibration,  # type: ignore[arg-type]
             # The scale moves while a model is trained: a tenth of the warm-up is as far as the average looks back.
-            ema_decay=min(0.99, max(0.0, 1 - 10 / warmup)),
+            ema_decay=min(0.99, max(0.0, 1 - 10 / warmup)) if warmup else 0.0,
             anchor=self.anchor or ("relative" if self.kind == "taper" else "absolute"),  # type: ignore[arg-type]
             anchor_weight=self.anchor_weight,
             keep=self.keep,

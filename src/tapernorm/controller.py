@@ -65,8 +65,10 @@ class TaperController:
 
         Raises:
             RuntimeError: the anchor is on and `auxiliary_loss()` was not called for this step's forwards.
-            MassiveTokenError: at the end of warm-up, if a token stood far above its site's median. Nothing has
-                been counted then; the next call tries again.
+            RuntimeError: at the end of warm-up, if a site never saw a finite token in training mode.
+            MassiveTokenError: at the end of warm-up, if a token stood far above its site's median.
+
+        Nothing has been counted when it raises; the next call tries again.
         """
         if skipped:
             for site in self._statistics.values():
@@ -81,9 +83,12 @@ class TaperController:
                 "the loss, or set anchor_weight=0"
             )
         if self.phase == "warmup":
-            if self.taper_clock + 1 == self.config.warmup_steps:
+            last = self.taper_clock + 1 == self.config.warmup_steps
+            if last:
                 refuse_massive({name: s.worst() for name, s in self._statistics.items()}, self.config)
             self._commit()
+            if last:
+                self._refuse_unmeasured()
         self.step_count += 1
         self.taper_clock += 1
         if self.taper_clock == self.config.warmup_steps:
@@ -99,7 +104,7 @@ class TaperController:
         loss, tokens = self.take_anchor()
         if loss is None or tokens is None:
             return torch.zeros((), device=next(iter(self.sites.values())).gate.device)
-        return loss / tokens
+        return loss / tokens.clamp(min=1)  # a micro-batch of padding alone
 
     def take_anchor(self) -> tuple[Tensor | None, Tensor | None]:
         """(sum over tokens of λ · loss, number of tokens) since the last call, for a caller that weights by tokens."""
@@ -109,14 +114,29 @@ class TaperController:
         """Let the controller copy the optimizer's state of γ and β to γ̃ and β̃ at the end of warm-up.
 
         An idle Adam has a clock near zero, and its first updates of γ̃ would be two to three times too large.
-        Parameters that the optimizer lacks (it was built before `taper_`) are added, without weight decay.
+        Parameters that the optimizer lacks (it was built before `taper_`) are added, without weight decay and
+        otherwise with the settings of their norm's group.
+
+        Raises:
+            ValueError: parameters are missing, and a learning-rate scheduler would not know of their new group.
         """
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [
-            p for m in self.sites.values() for p in m.fixed_norm.parameters() if id(p) not in held and p.requires_grad
-        ]
-        if missing:
-            optimizer.add_param_group({"params": missing, "weight_decay": 0.0})
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        missing: dict[int, tuple[Any, list[nn.Parameter]]] = {}
+        for module in self.sites.values():
+            like = next((groups[id(p)] for p in module.norm.parameters() if id(p) in groups), {})
+            new = [p for p in module.fixed_norm.parameters() if p.requires_grad and id(p) not in groups]
+            missing.setdefault(id(like), (like, []))[1].extend(new)
+        for like, new in missing.values():
+            if new and like and not like.get("weight_decay"):
+                like["params"].extend(new)
+            elif new and "initial_lr" in like:  # written by a scheduler, which counts the groups
+                raise ValueError(
+                    f"the optimizer was built before taper_ and lacks {len(new)} parameters of the tapered norms, and "
+                    "its learning-rate scheduler cannot take in another group; build both after tapernorm.taper_, or "
+                    "call controller.attach_optimizer(optimizer) before making the scheduler"
+                )
+            elif new:
+                optimizer.add_param_group({**like, "params": new, "weight_decay": 0.0})
         self._optimizer = optimizer
 
     # What can be read
@@ -187,9 +207,9 @@ class TaperController:
         for name, module in self.sites.items():
             module.fixed_norm.c.copy_(state[f"c.{name}"])
             module.set_gate(float(state[f"gate.{name}"]))
-            if f"worst.{name}" in state:
-                self._statistics[name]._worst = state[f"worst.{name}"].clone()
+            self._statistics[name].restart(state.get(f"worst.{name}"))
         if self.anchor is not None:
+            self.anchor.drop()
             self.anchor.target = state["anchor.target"]
             self.anchor.average.total = state["anchor.total"].clone()
             self.anchor.average.weight = state["anchor.weight"].clone()
@@ -221,14 +241,17 @@ class TaperController:
         if self.anchor is not None:
             self.anchor.commit()
 
-    @torch.no_grad()
-    def _calibrate(self) -> None:
+    def _refuse_unmeasured(self) -> None:
         for name, module in self.sites.items():
             if not torch.isfinite(module.fixed_norm.c).all():
                 raise RuntimeError(
                     f"{name}: no finite statistics were gathered in {self.config.warmup_steps} warm-up steps; "
                     "is the model in training mode, and is its loss finite?"
                 )
+
+    @torch.no_grad()
+    def _calibrate(self) -> None:
+        for module in self.sites.values():
             module.fixed_norm.weight.copy_(module.gain())
             pairs = [
                 (module.probed.gain, module.fixed_norm.weight),
@@ -253,7 +276,8 @@ class TaperController:
             optimizer.state[target][key] = value.clone() if isinstance(value, Tensor) else value
 
     def _set_gates(self) -> None:
-        value = schedule.gate(self.taper_clock, self.config)
+        # Rounded as the buffer rounds it, or a resumed run would take another path where it rounds to 1.
+        value = float(torch.tensor(schedule.gate(self.taper_clock, self.config), dtype=torch.float32))
         for module in self.sites.values():
             module.set_gate(value)
         self._observe()

@@ -44,7 +44,8 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
         )
     for site in chosen:
         assert site.probed is not None  # choose() takes removable sites only
-        model.set_submodule(site.name, TaperNorm(model.get_submodule(site.name), site.probed, site.width))
+        norm, reader = model.get_submodule(site.name), model.get_parameter(site.links[0].weight)
+        model.set_submodule(site.name, TaperNorm(norm, site.probed, site.width, like=reader))
     controller = TaperController(model, config, final)
     setattr(model, _ATTRIBUTE, controller)
     guard_saving(model)
@@ -72,7 +73,10 @@ def choose(sites: list[NormSite], config: TaperConfig) -> list[NormSite]:
                 raise ValueError(f'arm="all" takes the final norm too, but {site.name} cannot go: {site.reason}')
     chosen = [site for site in wanted if site.removable and site.role in roles]
     if not chosen:
-        why = next((f"{site.name}: {site.reason}" for site in sites if site.reason), "all are kept by keep=...")
+        default = "all are kept by keep=..."
+        if any(site.removable and site.role == "final" for site in wanted):
+            default = f'arm="{config.arm}" keeps the final norm, and no other is left; arm="all" takes it too'
+        why = next((f"{site.name}: {site.reason}" for site in wanted if site.reason), default)
         raise ValueError(f"none of the model's {len(sites)} norms can be removed ({why})")
     return chosen
 

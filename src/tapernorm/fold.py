@@ -86,6 +86,8 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
     plan, sites = _audit(model, tapered, inputs)
     with _evaluation(model), torch.no_grad():
         before = _outputs(model, inputs)
+        if not before:
+            raise FoldError("the model's output on the example holds no floating-point tensor: nothing to compare")
         if not all(torch.isfinite(t).all() for t in before):
             raise FoldError("the unfolded model's output on the example is not finite; nothing was folded")
         with tempfile.TemporaryDirectory(prefix="tapernorm-") as folder:
@@ -96,6 +98,8 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
             except BaseException:
                 undo()
                 raise
+    for site, module in plan:
+        model.get_submodule(site.name).train(module.training)
     release(model)
     guard_saving(model)
     kept = {site.name: site.reason or "it was not tapered" for site in sites if site.name not in tapered}
@@ -121,6 +125,8 @@ Plan = list[tuple[NormSite, TaperNorm]]
 def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tuple[Plan, list[NormSite]]:
     """Every refusal that can be known beforehand."""
     for name, module in tapered.items():
+        if module.gate.is_meta:
+            raise FoldError(f"{name} is on the meta device: load the weights first")
         gate = float(module.gate)
         if gate != 0:
             controller = get_controller(model)
@@ -238,7 +244,8 @@ class _Undo:
         names = {link.weight for link in links} | {link.bias for link in links if link.bias}
         self.parameters = {name: model.get_parameter(name) for name in sorted(names)}
         self.no_bias = [link.owner for link in links if link.bias is None]
-        self.attributes = {k: getattr(model, k, None) for k in ("_tied_weights_keys", "all_tied_weights_keys")}
+        # Those of this object: what it has from its class is not its own to put back.
+        self.attributes = {k: vars(model).get(k) for k in ("_tied_weights_keys", "all_tied_weights_keys")}
         self.ties = [(config, config.tie_word_embeddings) for config in _configs(model)]
         save_file({name: p.detach().contiguous().clone() for name, p in self.parameters.items()}, path)
 
@@ -257,6 +264,8 @@ class _Undo:
         for name, value in self.attributes.items():
             if value is not None:
                 setattr(self.model, name, value)
+            elif name in vars(self.model):
+                delattr(self.model, name)
 
 
 @contextlib.contextmanager

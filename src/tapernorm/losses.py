@@ -118,7 +118,7 @@ def diagnose(model: nn.Module, ids: Tensor, sites: dict[str, tuple[str, float]],
         return hook
 
     def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Everything before the final norm runs without a graph: the gradient is asked for at h alone.
+        # A leaf: the gradient is asked for at h alone.
         h = args[0].detach().requires_grad_()
         residual.append(h)
         return (h, *args[1:])
@@ -129,11 +129,12 @@ def diagnose(model: nn.Module, ids: Tensor, sites: dict[str, tuple[str, float]],
     ]
     if final is not None:
         handles.append(model.get_submodule(final).register_forward_pre_hook(cut))
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.enable_grad():
-            logits = model(input_ids=ids, use_cache=False).logits.float()
+            logits = model(input_ids=ids, use_cache=False).logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             token_loss = nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
             )
@@ -152,4 +153,5 @@ def diagnose(model: nn.Module, ids: Tensor, sites: dict[str, tuple[str, float]],
     finally:
         for handle in handles:
             handle.remove()
-        model.train(training)
+        for module, flag in training.items():
+            module.training = flag

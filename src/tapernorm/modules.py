@@ -64,19 +64,20 @@ class TaperNorm(nn.Module):
         norm: the module that is replaced; it becomes the submodule `norm`.
         probed: what `norm` computes, from `tapernorm.probe.probe`.
         width: D.
+        like: a tensor of the model's dtype and device, for a norm that has no parameter to take them from.
     """
 
     gate: Tensor
 
-    def __init__(self, norm: nn.Module, probed: Norm, width: int) -> None:
+    def __init__(self, norm: nn.Module, probed: Norm, width: int, like: Tensor | None = None) -> None:
         super().__init__()
         self.norm = norm
         self.probed = probed
         self.width = width
         g = gain(norm, probed, width)
         bias = getattr(norm, probed.bias) if probed.bias else None
-        own = next(norm.parameters(), g)
-        self.fixed_norm = FixedScale(g.to(own.dtype), bias, centred=probed.kind == "layer")
+        own = next(norm.parameters(), g if like is None else like)
+        self.fixed_norm = FixedScale(g.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
         self.register_buffer("gate", torch.ones(1, dtype=torch.float32, device=own.device))
         self.path: Path = "exact"
         # Set by the controller while statistics are gathered; called with the input of every training forward.
@@ -94,17 +95,18 @@ class TaperNorm(nn.Module):
 
     def gain(self) -> Tensor:
         """γ in float32 or wider, with the one added where the norm's gain is zero-centred. [D]"""
-        return gain(self.norm, self.probed, self.width)
+        return gain(self.norm, self.probed, self.width).to(self.gate.device)
 
     def _mix(self, h: Tensor) -> Tensor:
         x = h.to(torch.promote_types(h.dtype, torch.float32))
         if self.probed.kind == "layer":
             x = x - x.mean(-1, keepdim=True)
         fixed = self.fixed_norm
-        scale = (1 - self.gate) * fixed.c * fixed.weight
-        y: Tensor = _Mix.apply(x, self.gate * self.gain(), scale.to(x.dtype), self.probed.eps)  # type: ignore[assignment]
+        gate = self.gate.to(x.dtype)  # 1 − g in float32 would be the largest error of a float64 model
+        scale = (1 - gate) * fixed.c * fixed.weight
+        y: Tensor = _Mix.apply(x, gate * self.gain(), scale.to(x.dtype), self.probed.eps)  # type: ignore[assignment]
         if fixed.bias is not None:
-            y = y + (self.gate * getattr(self.norm, str(self.probed.bias)) + (1 - self.gate) * fixed.bias)
+            y = y + (gate * getattr(self.norm, str(self.probed.bias)) + (1 - gate) * fixed.bias)
         return y.to(torch.promote_types(h.dtype, fixed.weight.dtype))
 
     def _hold(self, y: Tensor, unused: nn.Module) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-_TOKENS = 32
+_TOKENS = (4, 8)  # [B, T]: fed two dimensions, a norm over the tokens (GroupNorm(1, T)) would look like one over D
 _TINY = 1e-6  # scale of the input at which eps shows; its square is far below every eps in use
 
 
@@ -62,7 +62,7 @@ def probe(module: nn.Module, width: int) -> Norm | None:
     b = parameters[bias_name].double() if bias_name else torch.zeros(width, dtype=torch.float64)
 
     # Large inputs with a mean of their own: eps vanishes, and a layer norm differs from an RMS norm.
-    large = 1e3 * (normal(_TOKENS, width) + 0.5)
+    large = 1e3 * (normal(*_TOKENS, width) + 0.5)
     measured = _call(twin, large.to(dtype))
     if measured is None:
         return None
@@ -74,7 +74,8 @@ def probe(module: nn.Module, width: int) -> Norm | None:
             if (measured - wanted).abs().max() > 1e-4 * wanted.abs().max():
                 continue
             # y − b = s / sqrt(s² + eps) · (u γ) for an input s·u of unit scale u.
-            unit_input = _unit(normal(_TOKENS, width)) if kind == "rms" else _unit(_centred(normal(_TOKENS, width)))
+            random = normal(*_TOKENS, width)
+            unit_input = _unit(random if kind == "rms" else _centred(random))
             small = _call(twin, (_TINY * unit_input).to(dtype))
             if small is None:
                 return None

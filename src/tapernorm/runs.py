@@ -24,7 +24,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 import tapernorm
@@ -32,15 +38,15 @@ from tapernorm import bench, data, hub
 from tapernorm.config import SIZES, RunConfig
 from tapernorm.convert import choose, get_controller, taper_
 from tapernorm.fold import fold_
-from tapernorm.losses import diagnose
 from tapernorm.progress import bar
 from tapernorm.report import write_report
+from tapernorm.runlog import RunLog
 from tapernorm.sites import NormSite, find_sites
 from tapernorm.train import TaperTrainer, last_checkpoint
 from tapernorm.verify import evaluate, greedy_tokens, verify
 
-_WATCHED = 256  # tokens of validation text that the diagnostics look at
-_QUICK = 16_384  # tokens for the validation losses along the way
+_ROUNDS = 15  # of the decoding benchmark
+_UNFINISHED = ".run.json"  # what a kill may leave of a record that was being written
 
 
 class Run:
@@ -63,7 +69,7 @@ class Run:
         folder = Path(config.out)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file; give --out the name of a folder")
-        occupied = folder.is_dir() and any(folder.iterdir())
+        occupied = folder.is_dir() and any(path.name != _UNFINISHED for path in folder.iterdir())
         if occupied and not overwrite and not resume:
             raise ValueError(
                 f"{folder} is not empty; pass --overwrite to replace it, --resume to continue it, or another --out"
@@ -110,7 +116,7 @@ class Run:
         """Add to the record and write it, so that a kill never leaves half of it."""
         self.record.update(facts)
         self.record["seconds"] = time.time() - self.started
-        temporary = self.folder / ".run.json"
+        temporary = self.folder / _UNFINISHED
         temporary.write_text(json.dumps(self.record, indent=2, default=str) + "\n", encoding="utf-8")
         temporary.replace(self.folder / "run.json")
 
@@ -325,11 +331,17 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
     )
     dataset: Any = [{"input_ids": row, "labels": row} for row in material.train]
     kind = Trainer if controller is None else TaperTrainer
-    trainer = kind(model=model, args=arguments, train_dataset=dataset, processing_class=material.tokenizer)
+    trainer = kind(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        data_collator=default_data_collator,  # blocks are full: nothing to pad, and a tokenizer may have no pad token
+        processing_class=material.tokenizer,
+    )
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
     with bar(name, config.steps) as advance:
-        trainer.add_callback(RunLog(folder, material, controller, every, advance))
+        trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance))
         checkpoint = last_checkpoint(folder)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if controller is not None and controller.dropped_batches:
@@ -344,70 +356,6 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
     return model.eval()
 
 
-class RunLog(TrainerCallback):
-    """Writes log.jsonl: a row every `every` steps, with the diagnostics, and the validation loss on every fifth."""
-
-    def __init__(
-        self, folder: Path, material: Material, controller: Any, every: int, advance: Callable[..., None]
-    ) -> None:
-        self.path = folder / "log.jsonl"
-        self.controller = controller
-        self.every = every
-        self.advance = advance
-        quick = max(1, _QUICK // material.validation.shape[1])
-        self.quick = material.validation[:quick]
-        self.watched = material.validation[:1, :_WATCHED]
-        self.sites = {s.name: (s.kind, s.eps) for s in material.sites if s.role in ("internal", "final")}
-        self.final = next((s.name for s in material.sites if s.role == "final"), None)
-        self.tokens = 0
-        self.clock = time.perf_counter()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        kept = [row for row in rows if _step_of(row) <= state.global_step]  # later ones belong to lost steps
-        self.path.write_text("".join(f"{row}\n" for row in kept), encoding="utf-8")
-        self.advance(state.global_step)
-        self.tokens_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self.tokens_a_step *= kwargs["train_dataloader"].dataset[0]["input_ids"].numel()
-        self.clock = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tokens += self.tokens_a_step
-        self.advance()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
-        if "loss" not in (logs or {}) or not state.is_world_process_zero:
-            return
-        row = {
-            "step": state.global_step,
-            "loss": float(logs["loss"]),
-            "lr": float(logs["learning_rate"]),
-            "grad_norm": float(logs.get("grad_norm") or 0.0),
-            "tokens_per_second": self.tokens / (time.perf_counter() - self.clock),
-            "gate": self.controller.gate if self.controller else 1.0,
-        }
-        last = state.global_step >= state.max_steps
-        if self.controller is not None:
-            row["c"] = self.controller.scales
-        if state.global_step % (2 * self.every) == 0 or last:
-            device = next(model.parameters()).device
-            found = dataclasses.asdict(diagnose(model, self.watched.to(device), self.sites, self.final))
-            row |= found
-        if state.global_step % (10 * self.every) == 0 or last:
-            row["eval_loss"] = evaluate(model, self.quick).loss
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        self.tokens, self.clock = 0, time.perf_counter()
-
-
-def _step_of(row: str) -> float:
-    try:
-        return float(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that a kill cut short
-
-
 def _finish(run: Run, material: Material, unfolded: Any) -> None:
     """Fold, save, load again, verify, measure."""
     folder = run.folder / "model"
@@ -418,12 +366,11 @@ def _finish(run: Run, material: Material, unfolded: Any) -> None:
     run.update(fold=report.to_dict(), norm_free_model=str(folder))
     loaded, _ = hub.from_pretrained(folder, device=_device())  # what was written is what is judged
     run.update(verify=verify(unfolded, loaded, material.validation[:16]).to_dict())
-    rounds = 15
-    with bar("decoding speed", 2 * (rounds + 1)) as advance:
+    with bar("decoding speed", 2 * (_ROUNDS + 1)) as advance:
         models = bench.variants(unfolded)
         rows = []
         for batch in (1, 4):
-            rows += bench.bench(models, batch=batch, rounds=rounds, name=run.record["model"]["name"], progress=advance)
+            rows += bench.bench(models, batch=batch, rounds=_ROUNDS, name=run.record["model"]["name"], progress=advance)
     run.update(bench={"rows": rows}, samples=_samples(loaded, material))
     prompt = run.record["samples"][0]["prompt"]
     run.update(generate_command=f"tapernorm generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tapernorm.modules import TaperNorm
+from tapernorm.modules import TaperNorm, taper_norms
 from tapernorm.probe import Norm, probe
 
 Role = Literal["internal", "final", "qk", "post", "embedding", "other"]
@@ -78,7 +78,7 @@ def find_sites(model: nn.Module, example: Any = None) -> list[NormSite]:
     finally:
         for module, flag in training.items():
             module.training = flag
-    escaped = {trace.source[id(t)] for t in tensors(output) if id(t) in trace.source}
+    escaped = trace.finish(output)
     sites = [trace.judge(name, norms[name], name in escaped) for name in trace.calls]
     post = next((site.name for site in sites if site.role == "post" and trace.made_by[site.name] == "residual"), None)
     if post is None:
@@ -101,8 +101,13 @@ def default_example(model: nn.Module, batch: int = 1, length: int = 5) -> dict[s
             'example={"input_ids": ids}'
         )
     longest = getattr(config, "max_position_embeddings", None) or length
-    ids = torch.randint(vocabulary, (batch, min(length, int(longest))), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids.to(next(model.parameters()).device)}
+    length = min(length, int(longest))
+    ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+    device = next(model.parameters()).device
+    example = {"input_ids": ids.to(device)}
+    if device.type == "meta":  # transformers looks into any other mask, and meta tensors cannot be looked into
+        example["attention_mask"] = torch.ones(batch, 1, length, length, dtype=torch.bool, device=device)
+    return example
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
@@ -116,7 +121,7 @@ def run(model: nn.Module, inputs: Any) -> Any:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest of mappings and sequences."""
+    """Every tensor in a nest of mappings, sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -125,6 +130,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 @contextlib.contextmanager
@@ -144,29 +151,36 @@ def _hooks(model: nn.Module, before: Any, after: Any = None) -> Iterator[None]:
 def _probe_all(model: nn.Module, shapes: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Norm | None, int]]:
     """The norms among the modules that ran: TaperNorms, what the probe explains, and what is named a norm."""
     found: dict[str, tuple[Norm | None, int]] = {}
+    parts = tuple(f"{name}." for name in taper_norms(model))
     for name, args in shapes.items():
         module = model.get_submodule(name)
         if isinstance(module, TaperNorm):
             found[name] = (module.probed, module.width)
-        elif any(name.startswith(f"{other}.") for other in found):
-            continue  # a part of a TaperNorm
+        elif name.startswith(parts):
+            continue
         elif len(args) == 1 and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].dim() > 1:
             width = args[0].shape[-1]
-            probed = probe(module, width) if next(module.children(), None) is None else None
+            if next(module.children(), None) is not None:
+                continue  # a container, whose parts are looked at one by one, though it be called PreNorm
+            probed = probe(module, width)
             if probed is not None or type(module).__name__.lower().endswith("norm"):
                 found[name] = (probed, width)
     return found
 
 
-_CASTS = {"to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "clone", "dropout"}
+_CASTS = {"to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "clone", "dropout", "detach"}
 _VIEWS = {
     "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "expand_as", "permute", "transpose",
     "__getitem__", "chunk", "split", "unbind", "narrow", "select", "index_select", "view_as", "unflatten",
+    "__get__",  # .T, .mT, .data; what is no tensor, such as .shape, is not followed
 }  # fmt: skip
+_GATHERS = {"__getitem__", "index_select"}
 _QUERIES = {
-    "__get__", "size", "dim", "numel", "__len__", "is_floating_point", "detach", "__repr__", "is_contiguous",
-    "stride", "data_ptr", "__hash__", "get_device", "is_complex", "element_size", "storage_offset", "is_tracing",
+    "size", "dim", "numel", "__len__", "is_floating_point", "__repr__", "is_contiguous", "stride", "data_ptr",
+    "__hash__", "get_device", "is_complex", "element_size", "storage_offset", "is_tracing", "zeros_like", "ones_like",
+    "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
+_SHAPES = {"view_as", "expand_as", "type_as"}  # the second argument lends its shape or dtype and nothing else
 _SUMS = {"add", "__add__", "__radd__", "add_", "__iadd__"}
 _PRODUCTS = {"linear": (0, 1), "addmm": (1, 2), "matmul": (0, 1), "__matmul__": (0, 1), "mm": (0, 1)}
 
@@ -196,6 +210,16 @@ class _Trace(TorchFunctionMode):
         self.links: dict[str, dict[str, Consumer]] = defaultdict(dict)
         self.others: dict[str, Counter[str]] = defaultdict(Counter)
         self.readers: dict[int, set[str]] = defaultdict(set)  # parameter -> norms (or "") that it is multiplied with
+        self.added_to: dict[int, set[int]] = defaultdict(set)  # bias -> the weights to whose products it is added
+        self.result: dict[int, tuple[str, str]] = {}  # tensor -> the norm and the weight whose product it is
+        self.put_out: dict[str, set[str]] = defaultdict(set)  # norm -> weights whose products are outputs of the model
+
+    def finish(self, output: Any) -> set[str]:
+        """Look at what the model put out; returns the norms whose own output is among it."""
+        outputs = [id(tensor) for tensor in tensors(output)]
+        for site, weight in (self.result[key] for key in outputs if key in self.result):
+            self.put_out[site].add(weight)
+        return {self.source[key] for key in outputs if key in self.source}
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
         return _hooks(self.model, self._enter, self._leave)
@@ -234,15 +258,17 @@ class _Trace(TorchFunctionMode):
         if name in _PRODUCTS or name in ("embedding", "bmm", "baddbmm", "einsum"):
             self._read_weights(name, args, kwargs, given)
         for made in tensors(output):
-            if name in _CASTS | _VIEWS and given and id(given[0]) in self.maker:
-                self._remember(made, self.maker, self.maker[id(given[0])])
+            if name in _CASTS | _VIEWS:
+                for table in (self.maker, self.result):
+                    if given and id(given[0]) in table:
+                        self._remember(made, table, table[id(given[0])])
             elif name in (*_PRODUCTS, "embedding"):
                 self._remember(made, self.maker, "embedding" if name == "embedding" else "linear")
             elif name in _SUMS:
                 makers = {self.maker[id(t)] for t in given if id(t) in self.maker}
                 self._remember(made, self.maker, "embedding" if makers <= {"embedding"} else "residual")
         if name not in _QUERIES:
-            self._follow_norms(name, args, kwargs, given, output)
+            self._follow_norms(func, name, args, kwargs, given, output)
         return output
 
     def _follow_parameter(self, name: str, given: list[Tensor], output: Any) -> None:
@@ -257,24 +283,34 @@ class _Trace(TorchFunctionMode):
 
     def _read_weights(self, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> None:
         sources = {self.source[id(t)] for t in given if id(t) in self.source}
+        weights = {id(self.views[id(t)][0]) for t in given if id(t) in self.views and t.dim() > 1}
+        for weight in weights:
+            self.readers[weight] |= sources or {name if name == "embedding" else ""}
         for tensor in given:
-            if id(tensor) in self.views and tensor.dim() > 1:
-                self.readers[id(self.views[id(tensor)][0])] |= sources or {name if name == "embedding" else ""}
+            if id(tensor) in self.names and tensor.dim() == 1:
+                self.added_to[id(tensor)] |= weights
 
-    def _follow_norms(self, name: str, args: Any, kwargs: Any, given: list[Tensor], output: Any) -> None:
+    def _follow_norms(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], output: Any) -> None:
         read = [t for t in given if id(t) in self.source]
+        where = self.stack[-1] or type(self.model).__name__
         for tensor in read:
             site = self.source[id(tensor)]
+            if name in _SHAPES and tensor is not given[0]:
+                continue
             if name in _CASTS | _VIEWS:
                 for made in tensors(output):
-                    if _same_features(tensor, made):
+                    same = _same_features(tensor, made)
+                    if same and name in _GATHERS:
+                        same = _in_order(func, args, kwargs, tensor)
+                    if same:
                         self._remember(made, self.source, site)
                     else:
-                        self.others[site][f"{name} in {self.stack[-1]}, which takes the features apart"] += 1
+                        self.others[site][f"{name} in {where}, which takes the features apart"] += 1
                 continue
             link = self._link(name, args, kwargs, tensor)
             if isinstance(link, Consumer):
                 self.links[site][link.weight] = link
+                self._remember(output, self.result, (site, link.weight))
             else:
                 self.others[site][link] += 1
 
@@ -345,7 +381,19 @@ class _Trace(TorchFunctionMode):
                 return f"{link.weight} also reads something else ({', '.join(filter(None, readers)) or 'not a norm'})"
             if len(names) > 1 and not self._is_head(link):
                 return f"{link.weight} is shared with {next(n for n in names if n != link.weight)}"
+            if probed.bias and (reason := self._bias_reason(link)):
+                return reason
         return ""
+
+    def _bias_reason(self, link: Consumer) -> str:
+        """Why the norm's bias cannot go into the reader's."""
+        if link.bias is None:
+            owner = self.model.get_submodule(link.owner)
+            if isinstance(owner, nn.Linear):
+                return ""
+            return f"it has a bias, and {link.weight} ({type(owner).__name__}) has none that could take it up"
+        others = self.added_to[id(self.model.get_parameter(link.bias))] - {id(self.model.get_parameter(link.weight))}
+        return f"{link.bias} is also the bias of another weight than {link.weight}" if others else ""
 
     def _is_head(self, link: Consumer) -> bool:
         """Whether the link is the model's output head, which can be untied from the embedding."""
@@ -354,7 +402,8 @@ class _Trace(TorchFunctionMode):
         return head is not None and self.model.get_submodule(link.owner) is head
 
     def _role(self, name: str, links: tuple[Consumer, ...], escaped: bool) -> Role:
-        if escaped or any(self._is_head(link) for link in links):
+        weights = {link.weight for link in links}
+        if escaped or any(self._is_head(link) for link in links) or (weights and weights == self.put_out[name]):
             return "final"
         made_by, others = self.made_by.get(name, ""), " ".join(self.others[name])
         if made_by == "linear":
@@ -372,3 +421,12 @@ def _same_features(before: Tensor, after: Tensor) -> bool:
         return False
     is_view = before.is_meta or before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     return not is_view or before.dtype != after.dtype or before.stride(-1) == after.stride(-1)
+
+
+def _in_order(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> bool:
+    """Whether an operation that picks elements leaves the features in their order: it is shown their numbers."""
+    if not args or args[0] is not tensor:
+        return False
+    features = torch.arange(tensor.shape[-1], device=tensor.device)
+    picked = func(features.expand(tensor.shape), *args[1:], **kwargs)
+    return bool(picked.is_meta or (picked == features).all())

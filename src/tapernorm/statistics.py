@@ -106,6 +106,11 @@ class SiteStatistics:
             self._worst = torch.zeros_like(found)
         self._worst = torch.where(found[0] > self._worst[0], found, self._worst)  # NaN > x is False
 
+    def restart(self, worst: Tensor | None) -> None:
+        """No sums, and the worst token of a saved state."""
+        self._sums = None
+        self._worst = None if worst is None else worst.to(self.module.gate.device, copy=True)
+
     def take(self) -> Tensor:
         """The sums since the last call, [6] float32; they start at zero again."""
         sums, self._sums = self._sums, None

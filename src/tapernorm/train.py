@@ -79,15 +79,19 @@ class TaperMixin:
         if anchor is not None:
             share = anchor / self._step_tokens
             # training_step() will divide by the number of micro-batches unless the loss is normalised already
-            scaled = (trainer.model_accepts_loss_kwargs and num_items_in_batch is not None) or (
-                trainer.compute_loss_func is not None
-            )
+            scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+            if scaled is None:
+                scaled = (trainer.model_accepts_loss_kwargs and num_items_in_batch is not None) or (
+                    trainer.compute_loss_func is not None
+                )
             loss = loss + (share if scaled else share * trainer.current_gradient_accumulation_steps)
         return (loss, outputs) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint that cannot be taken for a stock model, with the controller's state in it."""
         trainer: Any = self
+        if not trainer.args.should_save:  # every process comes here
+            return
         folder = Path(output_dir or trainer.args.output_dir)
         model = trainer.accelerator.unwrap_model(trainer.model)
         hub.save_pretrained(model, folder, tokenizer=trainer.processing_class, overwrite=True)
@@ -118,7 +122,7 @@ def last_checkpoint(folder: Path) -> Path | None:
         try:
             state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
             steps.append((int(state["global_step"]), path))
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             continue
     return max(steps)[1] if steps else None
 

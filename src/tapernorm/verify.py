@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -115,7 +117,8 @@ def verify(
                 "they are not variants of one model"
             )
         difference = (second.double() - first.double()).abs()
-        error = max(error, float(difference.max()))
+        # Not max(): it would lose a NaN, and with it the failure of the check.
+        error = float(torch.tensor([error, float(difference.max())]).double().max())
         largest = max(largest, float(first.abs().max()))
         noise += float(difference.pow(2).sum())
         signal += float(first.double().pow(2).sum())
@@ -146,18 +149,35 @@ def verify(
 @torch.no_grad()
 def greedy_tokens(model: Any, start: Tensor, new_tokens: int, use_cache: bool = True) -> Tensor:
     """The argmax continuation, with no stopping token. start: [B, T] -> [B, new_tokens]"""
-    model.eval()
     ids = start.to(next(model.parameters()).device)
-    cache, made = None, []
-    step = ids
-    for _ in range(new_tokens):
-        output = model(input_ids=step, past_key_values=cache, use_cache=use_cache)
-        token = output.logits[:, -1:].argmax(-1)
-        made.append(token)
-        ids = torch.cat([ids, token], dim=1)
-        cache = output.past_key_values if use_cache else None
-        step = token if use_cache else ids
+    cache = new_cache(model) if use_cache else {}
+    made, step = [], ids
+    with _evaluation(model):
+        for _ in range(new_tokens):
+            token = model(input_ids=step, use_cache=use_cache, **cache).logits[:, -1:].argmax(-1)
+            made.append(token)
+            ids = torch.cat([ids, token], dim=1)
+            step = token if use_cache else ids
     return torch.cat(made, dim=1).cpu()
+
+
+@contextlib.contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def new_cache(model: Any) -> dict[str, Any]:
+    """An empty key-value cache, which forwards fill in place, under the name by which the model takes it."""
+    from transformers import DynamicCache
+
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: DynamicCache(config=model.config)}
 
 
 def _context(model: Any) -> int:
@@ -174,12 +194,8 @@ def _batches(blocks: Tensor, batch: int, progress: Callable[[], None] | None) ->
 @torch.no_grad()
 def _logits(model: Any, rows: Tensor) -> Tensor:
     """[B, T, vocabulary] in evaluation mode, as the model makes them."""
-    training = model.training
-    model.eval()
-    try:
+    with _evaluation(model):
         return model(input_ids=rows.to(next(model.parameters()).device), use_cache=False).logits
-    finally:
-        model.train(training)
 
 
 def _token_losses(logits: Tensor, rows: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""log.jsonl of an arm in training: a row every few steps, with a look inside the model on some of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from tapernorm.controller import TaperController
+from tapernorm.losses import diagnose
+from tapernorm.sites import NormSite
+from tapernorm.verify import evaluate
+
+_WATCHED = 256  # tokens of validation text that the diagnostics look at
+_QUICK = 16_384  # tokens for the validation losses along the way
+
+
+class Diverged(RuntimeError):
+    """The loss of an arm is not a finite number any more."""
+
+
+class RunLog(TrainerCallback):
+    """Writes log.jsonl: a row every `every` steps, with the diagnostics, and the validation loss on every fifth."""
+
+    def __init__(
+        self,
+        folder: Path,
+        validation: Tensor,
+        sites: list[NormSite],
+        controller: TaperController | None,
+        every: int,
+        advance: Callable[..., None],
+    ) -> None:
+        self.path = folder / "log.jsonl"
+        self.controller = controller
+        self.every = every
+        self.advance = advance
+        quick = max(1, _QUICK // validation.shape[1])
+        self.quick = validation[:quick]
+        self.watched = validation[:1, :_WATCHED]
+        self.sites = {s.name: (s.kind, s.eps) for s in sites if s.role in ("internal", "final")}
+        self.final = next((s.name for s in sites if s.role == "final"), None)
+        self.tokens = 0
+        self.clock = time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        rows = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        kept = [row for row in rows if _step_of(row) <= state.global_step]  # later ones belong to lost steps
+        self.path.write_text("".join(f"{row}\n" for row in kept), encoding="utf-8")
+        self.advance(state.global_step)
+        self.tokens_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.tokens_a_step *= kwargs["train_dataloader"].dataset[0]["input_ids"].numel()
+        self.clock = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tokens += self.tokens_a_step
+        self.advance()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+        if "loss" not in (logs or {}) or not state.is_world_process_zero:
+            return
+        row = {
+            "step": state.global_step,
+            "loss": float(logs["loss"]),
+            "lr": float(logs["learning_rate"]),
+            "grad_norm": float(logs.get("grad_norm") or 0.0),
+            "tokens_per_second": self.tokens / (time.perf_counter() - self.clock),
+            "gate": self.controller.gate if self.controller else 1.0,
+        }
+        last = state.global_step >= state.max_steps
+        if self.controller is not None:
+            row["c"] = self.controller.scales
+        if state.global_step % (2 * self.every) == 0 or last:
+            device = next(model.parameters()).device
+            found = dataclasses.asdict(diagnose(model, self.watched.to(device), self.sites, self.final))
+            row |= found
+        if state.global_step % (10 * self.every) == 0 or last:
+            row["eval_loss"] = evaluate(model, self.quick).loss
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if not math.isfinite(row["loss"]):
+            raise Diverged(
+                f"{self.path.parent.name}: the loss is {row['loss']} at step {state.global_step}, "
+                f"gate {row['gate']:.2f}; give the scales more time to settle (warmup_steps), a slower taper (taper_steps), or a lower "
+                "learning rate"
+            )
+        self.tokens, self.clock = 0, time.perf_counter()
+
+
+def _step_of(row: str) -> float:
+    try:
+        return float(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line that a kill cut short

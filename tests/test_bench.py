@@ -1,0 +1,196 @@
+"""The variants compute what they claim, and the rows say what was measured. Nothing here depends on the clock."""
+
+import csv
+
+import pytest
+import torch
+import transformers
+
+from tapernorm import TaperConfig, get_controller, taper_
+from tapernorm.bench import VARIANTS, append_csv, bench, stock_like, variants
+from tapernorm.hub import save_pretrained
+from tapernorm.modules import taper_norms
+
+torch.set_num_threads(1)
+
+FAMILIES = ("llama", "gemma", "gpt2")
+# DESIGN, the public API
+SCHEMA = {"model", "mode", "variant", "batch", "cache", "compiled", "dtype", "tokens_per_second", "ratio"}
+
+
+def tiny(family="llama", layers=2, std=0.3, **settings):
+    """A model whose every parameter is random."""
+    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2} | settings
+    if family == "gpt2":
+        config = transformers.GPT2Config(**({"n_embd": 16, "n_layer": layers, "n_head": 2, "n_positions": 128} | ends))
+    else:
+        kind = {"llama": transformers.LlamaConfig, "gemma": transformers.GemmaConfig}[family]
+        config = kind(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, max_position_embeddings=128, **ends,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=std)
+            if parameter.ndim == 1 and name.endswith("weight") and family != "gemma":
+                parameter += 1
+    return model.eval()
+
+
+IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+def close(a, b):
+    largest = float(b.abs().max())
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * largest)
+
+
+def kinds(model):
+    return sorted(type(m).__name__ for m in model.modules() if type(m).__name__.endswith(("Norm", "Identity")))
+
+
+@pytest.mark.parametrize("arm", ("internal", "all"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_variants_of_a_stock_model(family, arm):
+    model = tiny(family)
+    before = logits(model)
+    made = variants(model, arm=arm)
+    assert tuple(made) == VARIANTS
+    assert torch.equal(logits(made["stock"]), before)
+    close(logits(made["functional"]), before)
+    close(logits(made["folded"]), logits(made["unfused"]))
+    assert not torch.allclose(logits(made["folded"]), before, rtol=1e-2)
+    assert not any(variant.training for variant in made.values())
+    # The norms are what they are called.
+    count = 5 if arm == "all" else 4
+    assert kinds(made["functional"]) == ["FunctionalNorm"] * 5
+    assert len(taper_norms(made["unfused"])) == count
+    assert {m.path for m in taper_norms(made["unfused"]).values()} == {"fixed"}
+    assert kinds(made["folded"]).count("Identity") == count
+    assert not taper_norms(made["folded"]) and not taper_norms(made["stock"])
+    assert get_controller(model) is None and torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_variants_of_a_tapered_model_are_the_model(family):
+    model = tiny(family)
+    stock = logits(model)
+    controller = taper_(model, TaperConfig(warmup_steps=1, taper_steps=1, keep=("*.0.*",)))
+    model.train()
+    model(input_ids=IDS)
+    model.eval()
+    controller.step()
+    controller.step()
+    with torch.no_grad():
+        for module in taper_norms(model).values():
+            module.fixed_norm.weight.mul_(torch.rand_like(module.fixed_norm.weight) + 0.5)
+    tapered = logits(model)
+    made = variants(model)
+    assert torch.equal(logits(made["stock"]), stock)
+    close(logits(made["functional"]), stock)
+    assert torch.equal(logits(made["unfused"]), tapered)
+    close(logits(made["folded"]), tapered)
+    assert len(taper_norms(made["unfused"])) == 2  # its own choice of norms
+    assert get_controller(model) is controller and torch.equal(logits(model), tapered)
+
+
+def test_variants_of_a_model_in_warm_up():
+    model = tiny()
+    taper_(model, TaperConfig(keep=("*.0.*",)))
+    before = logits(model)
+    made = variants(model)
+    assert torch.equal(logits(made["stock"]), before)
+    assert len(taper_norms(made["unfused"])) == 2
+    close(logits(made["folded"]), logits(made["unfused"]))
+
+
+def test_a_deep_model_does_not_overflow():
+    """With scales of 1 a gated MLP, which is quadratic, blows up within some twenty layers."""
+    made = variants(tiny(layers=24), arm="all")
+    assert torch.isfinite(logits(made["folded"])).all()
+    close(logits(made["folded"]), logits(made["unfused"]))
+
+
+def test_rows():
+    model = tiny()
+    calls = []
+    rows = bench(
+        variants(model), batch=2, prompt=3, new_tokens=2, rounds=3, name="tiny", progress=lambda: calls.append(1)
+    )
+    assert [row["variant"] for row in rows] == list(VARIANTS)
+    assert len(calls) == 4  # one round is not counted
+    assert len({tuple(row) for row in rows}) == 1
+    for row in rows:
+        assert set(row) >= SCHEMA
+        wanted = {"model": "tiny", "mode": "decode", "batch": 2, "cache": "dynamic", "compiled": False, "rounds": 3}
+        assert {k: row[k] for k in wanted} == wanted
+        assert (row["dtype"], row["prompt"], row["new_tokens"]) == ("float32", 3, 2)
+        assert row["compiled"] is False
+        assert 0 < row["p20"] <= row["tokens_per_second"] <= row["p80"]
+        assert row["ratio"] > 0
+        assert row["device"] and row["threads"] == torch.get_num_threads() and row["torch"] == torch.__version__
+    assert rows[0]["ratio"] == 1.0
+
+
+def test_the_ratio_is_to_the_first_without_a_stock_model():
+    model = tiny(layers=1)
+    rows = bench({"one": model, "two": model}, prompt=2, new_tokens=1, rounds=2)
+    assert rows[0]["ratio"] == 1.0 and rows[1]["ratio"] > 0
+
+
+def test_the_ratio_is_the_median_within_rounds(monkeypatch):
+    """The machine slows down from round to round; the second model is twice as fast in each of them."""
+    model = tiny(layers=1)
+    twin = tiny(layers=1)
+    clock = iter(range(100))
+    seconds = {id(model): 2.0, id(twin): 1.0}
+    monkeypatch.setattr("tapernorm.bench._decode", lambda m, ids, n: seconds[id(m)] * (1 + next(clock) // 2))
+    rows = bench({"stock": model, "fast": twin}, batch=3, new_tokens=10, rounds=5)
+    assert [row["ratio"] for row in rows] == [1.0, 2.0]
+    # rounds 1 to 5 take 2 to 6 units; the one before is not counted
+    assert rows[0]["tokens_per_second"] == pytest.approx(3 * 10 / (2.0 * 4))
+    assert rows[1]["tokens_per_second"] == pytest.approx(3 * 10 / 4)
+
+
+def test_every_variant_decodes_the_same_prompt(monkeypatch):
+    seen = []
+    monkeypatch.setattr("tapernorm.bench._decode", lambda m, ids, n: seen.append((id(m), ids, n)) or 1.0)
+    models = {name: tiny(layers=1) for name in ("stock", "a", "b")}
+    bench(models, batch=2, prompt=5, new_tokens=7, rounds=2)
+    assert all(torch.equal(ids, seen[0][1]) and ids.shape == (2, 5) and n == 7 for _, ids, n in seen)
+    order = [list(models).index(next(k for k, m in models.items() if id(m) == which)) for which, *_ in seen]
+    assert [order[i : i + 3] for i in (0, 3, 6)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]  # all in turn
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "deep" / "rows.csv"
+    rows = [{"a": 1, "b": "x, y"}, {"a": 2, "b": "é"}]
+    append_csv(path, rows)
+    append_csv(path, [{"b": "z", "a": 3}])  # in another order
+    append_csv(path, [])
+    with path.open(newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert found == [{"a": "1", "b": "x, y"}, {"a": "2", "b": "é"}, {"a": "3", "b": "z"}]
+    assert path.read_text(encoding="utf-8").count("a,b") == 1
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="'c'"):
+        append_csv(path, [{"a": 4, "b": "", "c": 5}])
+    assert path.read_bytes() == before
+
+
+def test_stock_like(tmp_path):
+    model = tiny()
+    save_pretrained(model, tmp_path / "stock")
+    assert torch.equal(logits(stock_like(str(tmp_path / "stock"))), logits(model))
+    save_pretrained(variants(model)["folded"], tmp_path / "folded")
+    stock = stock_like(str(tmp_path / "folded"))
+    assert type(stock) is transformers.LlamaForCausalLM
+    assert kinds(stock) == ["LlamaRMSNorm"] * 5
+    assert stock.config.hidden_size == 16 and stock.dtype == torch.float32
