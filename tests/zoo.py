@@ -289,6 +289,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "changed-in-place": (_residual(lambda m, y: m.up(y.mul_(2))), "also read by mul_"),
     "concatenated": (_and(lambda m, y: torch.cat([y[:1], y[1:]])), "also read by cat"),
     "written": (_and(lambda m, y: torch.zeros_like(y).index_copy(0, torch.tensor([1, 0]), y)), "read by index_copy"),
+    "one-number": (_and(lambda m, y: y[0, 0, 0]), "features apart"),
     "detached": (_and(lambda m, y: y.detach().sin()), "also read by sin"),
     "data": (_and(lambda m, y: y.data.sin()), "also read by sin"),
     "another-norm": (_residual(lambda m, y: m.up(m.other(y))), "also read by the norm other"),

@@ -76,7 +76,9 @@ def choose(sites: list[NormSite], config: TaperConfig) -> list[NormSite]:
         default = "all are kept by keep=..."
         if any(site.removable and site.role == "final" for site in wanted):
             default = f'arm="{config.arm}" keeps the final norm, and no other is left; arm="all" takes it too'
-        why = next((f"{site.name}: {site.reason}" for site in wanted if site.reason), default)
+        # the reason of a norm in a place from which norms can go says more than that of another
+        refused = sorted((site for site in wanted if site.reason), key=lambda site: site.role not in roles)
+        why = f"{refused[0].name}: {refused[0].reason}" if refused else default
         raise ValueError(f"none of the model's {len(sites)} norms can be removed ({why})")
     return chosen
 

@@ -89,8 +89,8 @@ class RunLog(TrainerCallback):
         if not math.isfinite(row["loss"]):
             raise Diverged(
                 f"{self.path.parent.name}: the loss is {row['loss']} at step {state.global_step}, "
-                f"gate {row['gate']:.2f}; give the scales more time to settle (warmup_steps), a slower taper (taper_steps), or a lower "
-                "learning rate"
+                f"gate {row['gate']:.2f}; give the scales more time to settle (warmup_steps), a slower taper "
+                "(taper_steps), or a lower learning rate"
             )
         self.tokens, self.clock = 0, time.perf_counter()
 

@@ -417,7 +417,7 @@ class _Trace(TorchFunctionMode):
 
 def _same_features(before: Tensor, after: Tensor) -> bool:
     """Whether a view or a cast left the last dimension whole and last."""
-    if before.shape[-1] != after.shape[-1]:
+    if not after.dim() or before.shape[-1] != after.shape[-1]:
         return False
     is_view = before.is_meta or before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     return not is_view or before.dtype != after.dtype or before.stride(-1) == after.stride(-1)
