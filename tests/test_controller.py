@@ -210,7 +210,8 @@ def test_without_attaching_the_state_stays_idle():
 @pytest.mark.parametrize("decay", (0.0, 0.1))
 def test_an_optimizer_built_before_is_completed(decay):
     model = tiny("gpt2")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=decay, betas=(0.8, 0.9))
+    group = {"params": list(model.parameters()), "lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": decay}
+    optimizer = torch.optim.AdamW([group], lr=1.0)
     controller = taper_(model, CONFIG)
     controller.attach_optimizer(optimizer)
     controller.attach_optimizer(optimizer)  # twice is once

@@ -178,6 +178,17 @@ def test_the_anchor_is_the_same_for_one_batch_and_eight(tmp_path, overrides):
     whole = anchor_gradient(tmp_path, 8, 1, rows)
     largest = max(float(g.abs().max()) for g in whole)
     assert largest > 1e-3
+    model = tiny()
+    controller = taper_(model, TaperConfig(arm="all", warmup_steps=1, taper_steps=4, anchor_weight=0.5))
+    model.train()
+    for step in range(2):
+        model(**{k: torch.stack([row[k] for row in rows]) for k in ("input_ids", "attention_mask")})
+        loss = controller.auxiliary_loss()
+        if step == 0:
+            controller.step()
+    direct = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    for ours, wanted in zip(whole, direct, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-4 * largest)
     parts = anchor_gradient(tmp_path, 1, 8, rows, **overrides)
     for ours, wanted in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-4 * largest)

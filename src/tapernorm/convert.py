@@ -10,8 +10,8 @@ from torch import nn
 
 from tapernorm.config import TaperConfig, nearest
 from tapernorm.controller import TaperController
-from tapernorm.modules import TaperNorm, taper_norms
-from tapernorm.sites import NormSite, find_sites
+from tapernorm.modules import TaperNorm, evaluation, taper_norms
+from tapernorm.sites import NormSite, default_example, find_sites, run
 
 _ATTRIBUTE = "_tapernorm_controller"
 
@@ -29,7 +29,8 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
 
     Raises:
         ValueError: nothing can go, a `keep` pattern matches no norm, `arm="all"` with a final norm that cannot go,
-            an anchor without a final norm, or a model that is tapered already. The model is untouched then.
+            an anchor without a final norm, a model that is tapered already, or one whose own code looks into its
+            norms. The model is untouched then.
     """
     config = config or TaperConfig()
     if taper_norms(model):
@@ -46,6 +47,15 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
         assert site.probed is not None  # choose() takes removable sites only
         norm, reader = model.get_submodule(site.name), model.get_parameter(site.links[0].weight)
         model.set_submodule(site.name, TaperNorm(norm, site.probed, site.width, like=reader))
+    try:
+        with evaluation(model):
+            run(model, default_example(model) if example is None else example)
+    except Exception as error:  # whatever a model that looks into its norms may raise
+        _put_back(model)
+        raise ValueError(
+            f"{type(model).__name__} does not run with its norms replaced, it looks into them ({error}); "
+            "nothing was changed"
+        ) from error
     controller = TaperController(model, config, final)
     setattr(model, _ATTRIBUTE, controller)
     guard_saving(model)
@@ -94,14 +104,17 @@ def restore_(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not tapered.
     """
-    tapered = taper_norms(model)
-    if not tapered:
+    if not taper_norms(model):
         raise ValueError("the model is not tapered (or is folded already, which cannot be taken back)")
-    for name, module in tapered.items():
-        model.set_submodule(name, module.norm)
+    _put_back(model)
     release(model)
     vars(model).pop("save_pretrained", None)
     return model
+
+
+def _put_back(model: nn.Module) -> None:
+    for name, module in taper_norms(model).items():
+        model.set_submodule(name, module.norm)
 
 
 def guard_saving(model: Any) -> None:

@@ -10,12 +10,10 @@ audited before anything changes, and the folded model is compared with the unfol
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tapernorm.convert import get_controller, guard_saving, release
-from tapernorm.modules import TaperNorm, taper_norms
-from tapernorm.sites import Consumer, NormSite, default_example, find_sites, run, tensors
+from tapernorm.modules import TaperNorm, evaluation, taper_norms
+from tapernorm.sites import NormSite, default_example, find_sites, run
+from tapernorm.trace import Consumer, tensors
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
         raise FoldError("nothing to fold: the model has no TaperNorm (it was never tapered, or is folded already)")
     inputs = default_example(model, batch=2, length=16) if example is None else example
     plan, sites = _audit(model, tapered, inputs)
-    with _evaluation(model), torch.no_grad():
+    with evaluation(model):
         before = _outputs(model, inputs)
         if not before:
             raise FoldError("the model's output on the example holds no floating-point tensor: nothing to compare")
@@ -266,17 +265,6 @@ class _Undo:
                 setattr(self.model, name, value)
             elif name in vars(self.model):
                 delattr(self.model, name)
-
-
-@contextlib.contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
 
 
 def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:

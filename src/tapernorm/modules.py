@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -185,6 +186,19 @@ def in_backward() -> bool:
     Not told by the grad mode: the first pass of reentrant checkpointing has it off.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module's own training flag comes back afterwards."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
 
 
 def taper_norms(model: nn.Module) -> dict[str, TaperNorm]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tapernorm.fold import BOUNDS, SIGNAL_TO_NOISE
+from tapernorm.modules import evaluation
 
 _OVER = 10.0  # nats: a token this far off counts as lost
 
@@ -146,30 +146,18 @@ def verify(
     )
 
 
-@torch.no_grad()
 def greedy_tokens(model: Any, start: Tensor, new_tokens: int, use_cache: bool = True) -> Tensor:
     """The argmax continuation, with no stopping token. start: [B, T] -> [B, new_tokens]"""
     ids = start.to(next(model.parameters()).device)
     cache = new_cache(model) if use_cache else {}
     made, step = [], ids
-    with _evaluation(model):
+    with evaluation(model):
         for _ in range(new_tokens):
             token = model(input_ids=step, use_cache=use_cache, **cache).logits[:, -1:].argmax(-1)
             made.append(token)
             ids = torch.cat([ids, token], dim=1)
             step = token if use_cache else ids
     return torch.cat(made, dim=1).cpu()
-
-
-@contextlib.contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
 
 
 def new_cache(model: Any) -> dict[str, Any]:
@@ -191,10 +179,9 @@ def _batches(blocks: Tensor, batch: int, progress: Callable[[], None] | None) ->
             progress()
 
 
-@torch.no_grad()
 def _logits(model: Any, rows: Tensor) -> Tensor:
     """[B, T, vocabulary] in evaluation mode, as the model makes them."""
-    with _evaluation(model):
+    with evaluation(model):
         return model(input_ids=rows.to(next(model.parameters()).device), use_cache=False).logits
 
 
