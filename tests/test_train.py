@@ -263,6 +263,27 @@ def test_the_callback_alone_does_not_drop_an_anchor_in_silence(tmp_path):
         trainer.train()
 
 
+@pytest.mark.parametrize("stop", (2, 5))
+def test_the_callback_alone_never_begins_again_in_silence(tmp_path, stop):
+    config = TaperConfig(warmup_steps=3, taper_steps=4)
+
+    def run(folder, seed=0, **settings):
+        trainer, controller, watch = make(folder, config=config, kind=Trainer, seed=seed, **settings)
+        trainer.add_callback(TaperCallback(controller))
+        return trainer, controller, watch
+
+    whole, _, rows = run(tmp_path, save_strategy="steps", save_steps=stop)
+    whole.train()
+    checkpoint = tmp_path / f"checkpoint-{stop}"
+    trainer, controller, watch = run(tmp_path / "resumed", seed=99)
+    with pytest.raises(ValueError, match=r"read_taper_state\(checkpoint\)"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    controller.load_state_dict(hub.read_taper_state(checkpoint))
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert watch.rows == rows.rows[stop:]
+    same(trainer.model.state_dict(), whole.model.state_dict())
+
+
 def test_a_step_that_the_scaler_skipped():
     calls = []
 

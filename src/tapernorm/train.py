@@ -20,12 +20,25 @@ from tapernorm.convert import get_controller
 
 
 class TaperCallback(TrainerCallback):
-    """Calls `controller.step()` after every optimizer step, and hands it the optimizer when training begins."""
+    """Calls `controller.step()` after every optimizer step, and hands it the optimizer when training begins.
+
+    A stock Trainer restores the model and not the controller: before `trainer.train(resume_from_checkpoint=folder)`
+    call `controller.load_state_dict(tapernorm.hub.read_taper_state(Path(folder)))`. `TaperMixin` does it itself.
+
+    Raises:
+        ValueError: training goes on from a checkpoint, and the controller is at its beginning.
+    """
 
     def __init__(self, controller: TaperController) -> None:
         self.controller = controller
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step and not self.controller.step_count:
+            raise ValueError(
+                f"training goes on from step {state.global_step}, but the controller is at step 0, and the taper would "
+                "begin again; use TaperTrainer or TaperMixin, or call controller.load_state_dict(tapernorm.hub."
+                "read_taper_state(checkpoint)) before trainer.train()"
+            )
         if kwargs.get("optimizer") is not None:
             self.controller.attach_optimizer(kwargs["optimizer"])
 
