@@ -102,7 +102,7 @@ def taper(
     data: Data,
     out: Out,
     arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it goes too.")] = "internal",
-    steps: Steps = 400,
+    steps: Steps = 1000,
     batch: Batch = 8,
     accumulate: Accumulate = 1,
     block: Block = None,

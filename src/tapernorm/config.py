@@ -174,8 +174,9 @@ class RunConfig:
         steps: optimizer steps of each arm.
         batch: sequences in one forward; accumulate: forwards in one step; block: tokens in a sequence (None: the
             model's context, at most 512).
-        warmup_steps, taper_steps: of the gate; None: a tenth and a half of the run.
-        learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 3e-4 for taper.
+        warmup_steps, taper_steps: of the gate; None: a quarter and a half of the run for pretrain, a twentieth and
+            a quarter for taper.
+        learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
         eval_tokens: how much of the validation text to measure on.
         bf16: bfloat16 autocast.
 
@@ -241,8 +242,11 @@ class RunConfig:
     @property
     def taper(self) -> TaperConfig:
         """The taper of this run. The relative anchor is the default for a model that was trained before."""
-        warmup = max(1, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
-        taper = max(1, self.steps // 2) if self.taper_steps is None else self.taper_steps
+        # A fresh model's residual takes its time to settle, and c with it; a trained one's has settled long ago,
+        # and what a short fine-tuning lacks is time at gate 0.
+        warmup, taper = (4, 2) if self.kind == "pretrain" else (20, 4)
+        warmup = max(1, self.steps // warmup) if self.warmup_steps is None else self.warmup_steps
+        taper = max(1, self.steps // taper) if self.taper_steps is None else self.taper_steps
         return TaperConfig(
             arm=self.arm,  # type: ignore[arg-type]
             warmup_steps=warmup,

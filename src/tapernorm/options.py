@@ -52,8 +52,10 @@ Batch = Annotated[int, typer.Option(help="Sequences in one forward.")]
 Accumulate = Annotated[int, typer.Option(help="Forwards in one optimizer step.")]
 Block = Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: the model's context, at most 512.")]
 Rate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Peak learning rate. Default: by size.")]
-WarmupSteps = Annotated[int | None, typer.Option(help="Steps at gate 1. Default: a tenth of the run.")]
-TaperSteps = Annotated[int | None, typer.Option(help="Steps in which the gate falls. Default: half of the run.")]
+WarmupSteps = Annotated[
+    int | None, typer.Option(help="Steps at gate 1. Default: 1/4 of a pretraining, 1/20 of a taper.")
+]
+TaperSteps = Annotated[int | None, typer.Option(help="Steps in which the gate falls. Default: 1/2 or 1/4.")]
 Calibration = Annotated[str, typer.Option(help="How c is found: robust, lstsq or log.")]
 Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relative. Default: by command.")]
 AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]

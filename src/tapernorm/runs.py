@@ -305,7 +305,7 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
     controller = taper_(model, taper.taper) if taper is not None else None
     every = max(1, config.steps // 100)
     width = model.config.hidden_size
-    rate = config.learning_rate or (3e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
+    rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=config.steps,
@@ -313,9 +313,11 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
         gradient_accumulation_steps=config.accumulate,
         learning_rate=rate,
         lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        lr_scheduler_kwargs={"min_lr_rate": 0.02},
         warmup_steps=max(1, config.steps // 20),
-        weight_decay=0.1,
+        # A norm makes the scale of what it feeds free, so decay costs nothing; without norms it pulls the function
+        # itself down, which a short fine-tuning cannot make up for.
+        weight_decay=0.1 if config.kind == "pretrain" else 0.0,
         adam_beta2=0.95,
         max_grad_norm=1.0,
         logging_steps=every,
@@ -343,7 +345,10 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
     with bar(name, config.steps) as advance:
         trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance))
         checkpoint = last_checkpoint(folder)
+        started = time.perf_counter()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    spent = {**run.record.get("training_seconds", {}), name: time.perf_counter() - started}
+    run.update(training_seconds=spent)  # of the last sitting, where a run was resumed
     if controller is not None and controller.dropped_batches:
         run.event(
             controller.config.warmup_steps,
