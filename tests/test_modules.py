@@ -10,7 +10,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tapernorm as tn
-from tapernorm.modules import FixedScale, TaperNorm, _Mix, in_backward, taper_norms
+from tapernorm.modules import FixedScale, TaperNorm, _Mix, _MixCentred, in_backward, taper_norms
 from tapernorm.probe import probe
 from zoo import IDS, ROWS, D, logits, randomise, tapered
 
@@ -175,6 +175,8 @@ def test_the_hand_written_backward():
     x, a, k = random(2, 3, 5, seed=0), random(5, seed=1), random(5, seed=2)
     inputs = [t.requires_grad_() for t in (x, a, k)]
     assert torch.autograd.gradcheck(lambda x, a, k: _Mix.apply(x, a, k, 1e-3), inputs)
+    inputs.append(random(5, seed=3).requires_grad_())
+    assert torch.autograd.gradcheck(lambda x, a, k, b: _MixCentred.apply(x, a, k, b, 1e-3), inputs)
 
 
 def test_the_mixed_backward_under_autocast_is_not_in_half_precision():

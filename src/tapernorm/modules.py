@@ -100,14 +100,16 @@ class TaperNorm(nn.Module):
 
     def _mix(self, h: Tensor) -> Tensor:
         x = h.to(torch.promote_types(h.dtype, torch.float32))
-        if self.probed.kind == "layer":
-            x = x - x.mean(-1, keepdim=True)
         fixed = self.fixed_norm
         gate = self.gate.to(x.dtype)  # 1 − g in float32 would be the largest error of a float64 model
-        scale = (1 - gate) * fixed.c * fixed.weight
-        y: Tensor = _Mix.apply(x, gate * self.gain(), scale.to(x.dtype), self.probed.eps)  # type: ignore[assignment]
-        if fixed.bias is not None:
-            y = y + (gate * getattr(self.norm, str(self.probed.bias)) + (1 - gate) * fixed.bias)
+        a, k = (gate * self.gain()).to(x.dtype), ((1 - gate) * fixed.c * fixed.weight).to(x.dtype)
+        if self.probed.kind == "rms":
+            y: Any = _Mix.apply(x, a, k, self.probed.eps)
+        else:
+            shift = torch.zeros_like(k)
+            if fixed.bias is not None:
+                shift = (gate * getattr(self.norm, str(self.probed.bias)) + (1 - gate) * fixed.bias).to(x.dtype)
+            y = _MixCentred.apply(x, a, k, shift, self.probed.eps)
         return y.to(torch.promote_types(h.dtype, fixed.weight.dtype))
 
     def _hold(self, y: Tensor, unused: nn.Module) -> Tensor:
@@ -148,7 +150,6 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, k: Tensor, eps: float) -> Tensor:
-        a = a.to(x.dtype)
         inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, a, k, inverse)
         return x * torch.addcmul(k, inverse, a)
@@ -165,6 +166,35 @@ class _Mix(torch.autograd.Function):
             da = dyx.mT @ flat
         dx = torch.addcmul(dy * torch.addcmul(k, inverse, a), x, pull)
         return dx, da.reshape(-1), dyx.sum(0), None
+
+
+class _MixCentred(torch.autograd.Function):
+    """n · (a + k σ) + b with n = (x − mean(x)) / σ: the same for a layer norm, on top of its fused kernel.
+
+    ∂x comes from that kernel's backward for n, and from ∂σ = Σ_d dy n k with ∂σ/∂x = n / D.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, k: Tensor, b: Tensor, eps: float) -> Tensor:
+        n, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        sigma = inverse.reciprocal()
+        ctx.save_for_backward(x, a, k, n, mean, inverse, sigma)
+        return torch.addcmul(b, n, torch.addcmul(a, sigma, k))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, a, k, n, mean, inverse, sigma = ctx.saved_tensors
+        dy, width = grads[0], x.shape[-1]
+        dyn = (dy * n).reshape(-1, width)
+        with torch.autocast(x.device.type, enabled=False):
+            pull = (dyn @ k).view_as(sigma) / width
+            dk = dyn.mT @ sigma.reshape(-1, 1)
+        dn = dy * torch.addcmul(a, sigma, k)
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            dn, x, x.shape[-1:], mean, inverse, None, None, [True, False, False]
+        )
+        return torch.addcmul(dx, n, pull), dyn.sum(0), dk.reshape(-1), dy.reshape(-1, width).sum(0), None
 
 
 class _Hold(torch.autograd.Function):

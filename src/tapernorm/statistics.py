@@ -79,14 +79,14 @@ class SiteStatistics:
             if self.calibration == "log":
                 num = den = torch.ones_like(r)
             else:
-                energy = (square * self.module.gain().to(x.dtype).pow(2)).sum(-1)
+                energy = square @ self.module.gain().to(x.dtype).pow(2)
                 den = energy / r.pow(2) if self.calibration == "robust" else energy
                 num = den / r
             mask = self.inputs.mask_for(r.numel())
-            weight = torch.ones_like(r) if mask is None else mask.to(r.dtype)
-            # where, not times: padding may hold anything, and 0 · inf is not 0
             rows = torch.stack([torch.ones_like(r), num, den, r.log(), r])
-            sums = torch.where(weight > 0, rows, 0.0).sum(-1).float()
+            if mask is not None:  # where, not times: padding may hold anything, and 0 · inf is not 0
+                rows = torch.where(mask, rows, 0.0)
+            sums = rows.sum(-1).float()
             finite = torch.isfinite(sums).all()
             sums = torch.cat([torch.where(finite, sums, 0.0), (~finite).float().reshape(1)])
             self._sums = sums if self._sums is None else self._sums + sums
