@@ -27,7 +27,7 @@ from tapernorm.convert import get_controller, restore_, taper_
 from tapernorm.fold import fold_
 from tapernorm.modules import taper_norms
 from tapernorm.probe import Norm, gain
-from tapernorm.sites import default_example, find_sites, run
+from tapernorm.sites import context_length, default_example, find_sites, run
 from tapernorm.verify import new_cache
 
 VARIANTS = ("stock", "functional", "unfused", "folded")
@@ -132,7 +132,7 @@ def bench(
     """
     reference = "stock" if "stock" in models else next(iter(models))
     seconds: dict[str, list[float]] = {variant: [] for variant in models}
-    context = int(getattr(models[reference].config, "max_position_embeddings", 1 << 30))
+    context = context_length(models[reference])
     prompt = min(prompt, context // 2)
     new_tokens = min(new_tokens, context - prompt - 1)  # a table of positions ends there
     vocabulary = int(getattr(models[reference].config, "vocab_size", 2))
@@ -168,7 +168,7 @@ def bench(
                 "new_tokens": new_tokens,
                 "rounds": rounds,
                 "attention": getattr(models[variant].config, "_attn_implementation", ""),
-                "device": _device_name(first.device),
+                "device": device_name(first.device),
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
                 "date": datetime.date.today().isoformat(),
@@ -216,7 +216,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

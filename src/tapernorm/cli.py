@@ -14,34 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tapernorm import options as o
 from tapernorm.config import SIZES, RunConfig
-from tapernorm.options import (
-    Accumulate,
-    Anchor,
-    AnchorWeight,
-    Baseline,
-    Batch,
-    Bf16,
-    Block,
-    Calibration,
-    Column,
-    Config,
-    Data,
-    EvalTokens,
-    Json,
-    Keep,
-    Massive,
-    Model,
-    Out,
-    Overwrite,
-    Rate,
-    Resume,
-    Seed,
-    Split,
-    Steps,
-    TaperSteps,
-    WarmupSteps,
-)
 
 app = typer.Typer(
     name="tapernorm",
@@ -72,7 +46,7 @@ def _main(
 
 
 @app.command()
-def inspect(model: Model, as_json: Json = False, config: Config = None) -> None:
+def inspect(model: o.Model, as_json: o.Json = False, config: o.Config = None) -> None:
     """List the norms of a model: what each computes, who reads it, whether it can go and why not."""
     from tapernorm import find_sites, from_pretrained
 
@@ -98,32 +72,32 @@ def inspect(model: Model, as_json: Json = False, config: Config = None) -> None:
 
 @app.command()
 def taper(
-    model: Model,
-    data: Data,
-    out: Out,
+    model: o.Model,
+    data: o.Data,
+    out: o.Out,
     arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it goes too.")] = "internal",
-    steps: Steps = 1000,
-    batch: Batch = 8,
-    accumulate: Accumulate = 1,
-    block: Block = None,
-    learning_rate: Rate = None,
-    warmup_steps: WarmupSteps = None,
-    taper_steps: TaperSteps = None,
-    calibration: Calibration = "robust",
-    anchor: Anchor = None,
-    anchor_weight: AnchorWeight = None,
-    keep: Keep = None,
-    allow_massive: Massive = False,
-    baseline: Baseline = True,
-    text_column: Column = "text",
-    split: Split = None,
-    eval_tokens: EvalTokens = 65_536,
-    seed: Seed = 0,
-    bf16: Bf16 = False,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: Json = False,
-    config: Config = None,
+    steps: o.Steps = 1000,
+    batch: o.Batch = 8,
+    accumulate: o.Accumulate = 1,
+    block: o.Block = None,
+    learning_rate: o.Rate = None,
+    warmup_steps: o.WarmupSteps = None,
+    taper_steps: o.TaperSteps = None,
+    calibration: o.Calibration = "robust",
+    anchor: o.Anchor = None,
+    anchor_weight: o.AnchorWeight = None,
+    keep: o.Keep = None,
+    allow_massive: o.Massive = False,
+    baseline: o.Baseline = True,
+    text_column: o.Column = "text",
+    split: o.Split = None,
+    eval_tokens: o.EvalTokens = 65_536,
+    seed: o.Seed = 0,
+    bf16: o.Bf16 = False,
+    overwrite: o.Overwrite = False,
+    resume: o.Resume = False,
+    as_json: o.Json = False,
+    config: o.Config = None,
 ) -> None:
     """Fine-tune the norms of a model away, fold, verify, measure, and write a report.
 
@@ -134,35 +108,35 @@ def taper(
 
 @app.command()
 def pretrain(
-    data: Data,
-    out: Out,
+    data: o.Data,
+    out: o.Out,
     size: Annotated[str, typer.Option(help=f"Llama of a size: {', '.join(SIZES)}.")] = "1m",
     arm: Annotated[str, typer.Option(help="internal, all, or rms: with its norms alone.")] = "internal",
-    steps: Steps = 2000,
-    batch: Batch = 8,
-    accumulate: Accumulate = 1,
-    block: Block = None,
-    learning_rate: Rate = None,
-    warmup_steps: WarmupSteps = None,
-    taper_steps: TaperSteps = None,
-    calibration: Calibration = "robust",
-    anchor: Anchor = None,
-    anchor_weight: AnchorWeight = None,
-    keep: Keep = None,
-    allow_massive: Massive = False,
-    baseline: Baseline = True,
-    text_column: Column = "text",
-    split: Split = None,
+    steps: o.Steps = 2000,
+    batch: o.Batch = 8,
+    accumulate: o.Accumulate = 1,
+    block: o.Block = None,
+    learning_rate: o.Rate = None,
+    warmup_steps: o.WarmupSteps = None,
+    taper_steps: o.TaperSteps = None,
+    calibration: o.Calibration = "robust",
+    anchor: o.Anchor = None,
+    anchor_weight: o.AnchorWeight = None,
+    keep: o.Keep = None,
+    allow_massive: o.Massive = False,
+    baseline: o.Baseline = True,
+    text_column: o.Column = "text",
+    split: o.Split = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Size of the BPE trained on the data. Default: by size.")
     ] = None,
-    eval_tokens: EvalTokens = 65_536,
-    seed: Seed = 0,
-    bf16: Bf16 = False,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: Json = False,
-    config: Config = None,
+    eval_tokens: o.EvalTokens = 65_536,
+    seed: o.Seed = 0,
+    bf16: o.Bf16 = False,
+    overwrite: o.Overwrite = False,
+    resume: o.Resume = False,
+    as_json: o.Json = False,
+    config: o.Config = None,
 ) -> None:
     """Pretrain a Llama from random weights with its norms tapered away, and beside it one with its norms.
 
@@ -206,7 +180,9 @@ def _run(options: dict[str, Any], kind: str) -> None:
 
 
 @app.command()
-def fold(model: Model, out: Out, overwrite: Overwrite = False, as_json: Json = False, config: Config = None) -> None:
+def fold(
+    model: o.Model, out: o.Out, overwrite: o.Overwrite = False, as_json: o.Json = False, config: o.Config = None
+) -> None:
     """Fold a tapered model whose gate is 0, and write the norm-free one."""
     from tapernorm import fold_, from_pretrained, save_pretrained
 
@@ -227,20 +203,21 @@ def verify(
     a: Annotated[str, typer.Argument(help="The reference model.")],
     b: Annotated[str, typer.Argument(help="The model to judge.")],
     data: Annotated[str | None, typer.Option("--data", help="Text to compare on. Default: random tokens.")] = None,
-    text_column: Column = "text",
-    split: Split = None,
+    text_column: o.Column = "text",
+    split: o.Split = None,
     block: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
     blocks: Annotated[int, typer.Option(help="Sequences to compare.")] = 16,
-    as_json: Json = False,
-    config: Config = None,
+    as_json: o.Json = False,
+    config: o.Config = None,
 ) -> None:
     """Compare two models: logits, greedy tokens, cached against uncached, loss. Exit code 3 if they differ."""
     from tapernorm import from_pretrained
+    from tapernorm.sites import context_length
     from tapernorm.verify import verify as compare
 
     first, _ = from_pretrained(a)
     second, tokenizer = from_pretrained(b)
-    length = min(block, getattr(second.config, "max_position_embeddings", block))
+    length = min(block, context_length(second))
     ids = _blocks(second, tokenizer, data, text_column, split, length, blocks)
     result = compare(first, second, ids)
     if as_json:
@@ -258,22 +235,23 @@ def verify(
 
 @app.command(name="eval")
 def evaluate(
-    model: Model,
-    data: Data,
-    text_column: Column = "text",
-    split: Split = None,
-    block: Block = None,
-    eval_tokens: EvalTokens = 65_536,
-    as_json: Json = False,
-    config: Config = None,
+    model: o.Model,
+    data: o.Data,
+    text_column: o.Column = "text",
+    split: o.Split = None,
+    block: o.Block = None,
+    eval_tokens: o.EvalTokens = 65_536,
+    as_json: o.Json = False,
+    config: o.Config = None,
 ) -> None:
     """The loss of a model on the validation part of a text: mean, median and tail."""
     from tapernorm import from_pretrained
     from tapernorm.progress import bar
+    from tapernorm.sites import context_length
     from tapernorm.verify import evaluate as measure
 
     loaded, tokenizer = from_pretrained(model)
-    context = int(getattr(loaded.config, "max_position_embeddings", 512))
+    context = context_length(loaded)
     length = block or min(512, context)
     if length > context:
         raise ValueError(f"block={length} is longer than the model's context of {context} tokens")
@@ -289,14 +267,14 @@ def evaluate(
 
 @app.command()
 def bench(
-    model: Model,
+    model: o.Model,
     arm: Annotated[str, typer.Option(help="Which norms the folded variants lack: internal or all.")] = "internal",
     batch: Annotated[list[int] | None, typer.Option(help="Sequences decoded together; may be repeated.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens in one timed part.")] = 64,
     rounds: Annotated[int, typer.Option(help="Timed parts of each variant.")] = 15,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
-    as_json: Json = False,
-    config: Config = None,
+    as_json: o.Json = False,
+    config: o.Config = None,
 ) -> None:
     """Decoding speed of a model with its norms, with functional norms, unfused and folded, in one interleaved run."""
     from tapernorm.bench import append_csv, stock_like, variants
@@ -331,18 +309,19 @@ def bench(
 
 @app.command()
 def generate(
-    model: Model,
+    model: o.Model,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(help="How many tokens to make.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    seed: Seed = 0,
-    config: Config = None,
+    seed: o.Seed = 0,
+    config: o.Config = None,
 ) -> None:
     """Write text with a model, as it comes."""
     import torch
     from transformers import TextStreamer
 
     from tapernorm import from_pretrained
+    from tapernorm.sites import context_length
 
     loaded, tokenizer = from_pretrained(model)
     if tokenizer is None:
@@ -352,7 +331,7 @@ def generate(
     ids = inputs["input_ids"]
     if not ids.numel():
         raise ValueError("the prompt has no tokens; give --prompt some text")
-    context = int(getattr(loaded.config, "max_position_embeddings", 1 << 30))
+    context = context_length(loaded)
     if ids.shape[1] >= context:
         raise ValueError(f"the prompt has {ids.shape[1]} tokens, and the model's context is {context}")
     sampling: dict[str, Any] = (
@@ -369,7 +348,7 @@ def generate(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: Json = False) -> None:
+def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: o.Json = False) -> None:
     """Write report.html of a run again, also of one that is not finished."""
     from tapernorm.report import write_report
 

@@ -321,7 +321,6 @@ def _view(run: Path, data: dict[str, Any], logs: dict[str, Any], notes: list[str
         "fold": _part(data, "fold"), "verify": _part(data, "verify"), "fold_rows": _fold_rows(data, sites),
         "bench": _bench_groups(data), "samples": [s for s in data.get("samples") or () if isinstance(s, dict)],
         "events": events, "notes": notes, "missing": MISSING, "part": lambda key: _part(data, key),
-        # What was left unset says nothing that a reader could use.
         "chosen": lambda key: {k: v for k, v in _part(data, key).items() if v not in (None, "", [], ())},
         "figure": _draw_all(data, logs, sites, tapered, baseline),
     }  # fmt: skip

@@ -41,7 +41,7 @@ from tapernorm.fold import fold_
 from tapernorm.progress import bar
 from tapernorm.report import write_report
 from tapernorm.runlog import RunLog
-from tapernorm.sites import NormSite, find_sites
+from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.train import TaperTrainer, last_checkpoint
 from tapernorm.verify import evaluate, greedy_tokens, verify
 
@@ -176,12 +176,9 @@ def prepare(config: RunConfig) -> Material:
             raise ValueError(f"{config.model} has no tokenizer beside it; put its tokenizer's files into the folder")
         text = data.load_text(config.data, config.text_column, config.split)
         name = str(config.model)
-        weights = {k: v.clone() for k, v in model.state_dict().items()}
 
         def build() -> Any:
-            fresh = copy.deepcopy(model)
-            fresh.load_state_dict(weights)
-            return fresh
+            return copy.deepcopy(model)  # which itself is never trained
 
     else:
         text = data.load_text(config.data, config.text_column, config.split)
@@ -199,7 +196,7 @@ def prepare(config: RunConfig) -> Material:
         and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     ):
         raise ValueError("bf16 asks for a GPU or a CPU with AVX-512; leave it out")
-    context = int(getattr(model.config, "max_position_embeddings", 0) or 1 << 30)
+    context = context_length(model)
     block = _check_block(config, context)
     sites = find_sites(model)
     if config.arm != "baseline":
@@ -227,7 +224,7 @@ def prepare(config: RunConfig) -> Material:
             "validation_tokens": validation.numel(),
             "block": block,
         },
-        "device": bench._device_name(_device()),
+        "device": bench.device_name(_device()),
         "baseline_arm": _baseline_name(config, sites),
         "arm": config.arm,
         **({"taper": config.taper.to_dict()} if config.arm != "baseline" else {}),

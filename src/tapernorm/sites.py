@@ -84,14 +84,18 @@ def default_example(model: nn.Module, batch: int = 1, length: int = 5) -> dict[s
             f"{type(model).__name__} does not say what inputs it takes; pass example=..., such as "
             'example={"input_ids": ids}'
         )
-    longest = getattr(config, "max_position_embeddings", None) or length
-    length = min(length, int(longest))
+    length = min(length, context_length(model))
     ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
     device = next(model.parameters()).device
     example = {"input_ids": ids.to(device)}
     if device.type == "meta":  # transformers looks into any other mask, and meta tensors cannot be looked into
         example["attention_mask"] = torch.ones(batch, 1, length, length, dtype=torch.bool, device=device)
     return example
+
+
+def context_length(model: Any) -> int:
+    """The most tokens that the model takes; a very large number where its config sets no bound."""
+    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or 1 << 30)
 
 
 def run(model: nn.Module, inputs: Any) -> Any:

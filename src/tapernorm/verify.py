@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tapernorm.fold import BOUNDS, SIGNAL_TO_NOISE
 from tapernorm.modules import evaluation
+from tapernorm.sites import context_length
 
 _OVER = 10.0  # nats: a token this far off counts as lost
 
@@ -129,7 +130,7 @@ def verify(
     else:
         relative, bound = (noise / max(signal, 1e-30)) ** 0.5, 10 ** (-SIGNAL_TO_NOISE / 20)
     start = blocks[:prompts, : max(1, blocks.shape[1] // 4)]
-    room = _context(b) - start.shape[1]
+    room = context_length(b) - start.shape[1]
     steps = max(1, min(new_tokens, room))
     greedy = [greedy_tokens(a, start, steps), greedy_tokens(b, start, steps)]
     uncached = greedy_tokens(b, start, steps, use_cache=False)
@@ -166,10 +167,6 @@ def new_cache(model: Any) -> dict[str, Any]:
 
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     return {name: DynamicCache(config=model.config)}
-
-
-def _context(model: Any) -> int:
-    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or 1 << 30)
 
 
 def _batches(blocks: Tensor, batch: int, progress: Callable[[], None] | None) -> Any:
