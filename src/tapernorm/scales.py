@@ -1,0 +1,100 @@
+"""What passes the norms of a model: the scale r of every token at every site, and who stands out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tapernorm.modules import evaluation
+from tapernorm.sites import NormSite
+from tapernorm.statistics import token_scale
+
+_OUT = 4.0  # times the median: a token this far up is counted
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteScale:
+    """The scales at one site over a text.
+
+    median: of r. p01, p99, largest: of r / median. above: tokens above 4 times the median. position, token: of the
+    largest (the token's id). spread: the variance of log r.
+    """
+
+    name: str
+    median: float
+    p01: float
+    p99: float
+    largest: float
+    above: int
+    position: int
+    token: int
+    spread: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+def token_scales(
+    model: nn.Module, sites: list[NormSite], ids: Tensor, batch: int = 8, progress: Callable[[], None] | None = None
+) -> dict[str, Tensor]:
+    """r (σ for a layer norm) of every token at the input of every site. ids: [N, T] -> [N, T] each, float32.
+
+    A norm that does not see the text token by token (one over heads, or over an image) is left out.
+    """
+    found: dict[str, list[Tensor]] = {}
+    wanted = {site.name: site for site in sites if site.probed is not None}
+
+    def note(site: NormSite, args: Any) -> None:
+        h = args[0].detach()
+        assert site.probed is not None
+        if h.dim() == 3:
+            found.setdefault(site.name, []).append(token_scale(h, site.probed.kind, site.probed.eps).float().cpu())
+
+    with contextlib.ExitStack() as stack, evaluation(model):
+        for name, site in wanted.items():
+            module = model.get_submodule(name)
+            handle = module.register_forward_pre_hook(lambda m, args, site=site: note(site, args))
+            stack.callback(handle.remove)
+        for rows in ids.split(batch):
+            model(input_ids=rows.to(next(model.parameters()).device), use_cache=False, logits_to_keep=1)
+            if progress is not None:
+                progress()
+    return {name: torch.cat(parts) for name, parts in found.items() if torch.cat(parts).shape == ids.shape}
+
+
+def describe(scales: dict[str, Tensor], ids: Tensor) -> list[SiteScale]:
+    """One line a site."""
+    rows = []
+    for name, r in scales.items():
+        median = r.median()
+        of_median = r / median
+        low, high = of_median.flatten().quantile(torch.tensor([0.01, 0.99])).tolist()
+        at = int(of_median.argmax())
+        rows.append(
+            SiteScale(
+                name=name,
+                median=float(median),
+                p01=low,
+                p99=high,
+                largest=float(of_median.max()),
+                above=int((of_median > _OUT).sum()),
+                position=at % ids.shape[1],
+                token=int(ids.flatten()[at]),
+                spread=float(r.log().var()),
+            )
+        )
+    return rows
+
+
+def outstanding(scales: dict[str, Tensor], ids: Tensor, ratio: float) -> tuple[Counter[int], Counter[int]]:
+    """How often each token id, and each position, stands above `ratio` times the median at some site."""
+    out = torch.stack([r / r.median() > ratio for r in scales.values()]).any(0)
+    places = out.nonzero()
+    return Counter(ids[out].tolist()), Counter(places[:, 1].tolist())
