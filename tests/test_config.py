@@ -42,7 +42,8 @@ REFUSED = [
     ({"prefix": 5}, "prefix=5 must be a sequence"),
     ({"fixed": "linear"}, "fixed='linear' is not available"),
     ({"post": True}, "post=True is not available"),
-    ({"prefix": (1, 2)}, "prefix=.* is not available"),
+    ({"prefix": (1, 2, 3, 4, 5)}, "at most 4 token ids"),
+    ({"prefix": (-1,)}, "none below 0"),
     ({"uniformity_weight": 0.1}, "uniformity_weight=0.1 is not available"),
     ({"cap": 2.0}, "cap=2.0 is not available"),
 ]

@@ -16,16 +16,19 @@ _WHERE = {
     "FoldReport": "fold",
     "MassiveTokenError": "statistics",
     "NormSite": "sites",
+    "Removal": "remove",
     "TaperCallback": "train",
     "TaperConfig": "config",
     "TaperController": "controller",
     "TaperMixin": "train",
     "TaperNorm": "modules",
     "TaperTrainer": "train",
+    "find_prefix": "prefix",
     "find_sites": "sites",
     "fold_": "fold",
     "from_pretrained": "hub",
     "get_controller": "convert",
+    "remove_": "remove",
     "restore_": "convert",
     "save_pretrained": "hub",
     "taper_": "convert",
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
     from tapernorm.hub import from_pretrained as from_pretrained
     from tapernorm.hub import save_pretrained as save_pretrained
     from tapernorm.modules import TaperNorm as TaperNorm
+    from tapernorm.prefix import find_prefix as find_prefix
+    from tapernorm.remove import Removal as Removal
+    from tapernorm.remove import remove_ as remove_
     from tapernorm.sites import NormSite as NormSite
     from tapernorm.sites import find_sites as find_sites
     from tapernorm.statistics import MassiveTokenError as MassiveTokenError

@@ -62,7 +62,8 @@ class TaperConfig:
         anchor_weight: λ. None means 0.1 for `arm="all"` and 0 for `arm="internal"`; 0 turns the anchor off.
         keep: glob patterns of norms to leave alone, matched against full module names.
         post: also taper sandwich post-norms; not available yet.
-        prefix: token ids of a constant prefix; not available yet.
+        prefix: 1 to 4 token ids whose keys and values become constants in front of every text, before anything is
+            tapered (`tapernorm.prefix`); `tapernorm.find_prefix` proposes them.
         uniformity_weight: weight of the uniformity loss (log r·c)²; only 0 so far.
         cap: κ of the seat belt, the largest r·c that the fixed branch may see while 0 < g < 1; only None so far.
         massive_ratio: a token whose r is above this multiple of its site's median in warm-up is massive.
@@ -107,6 +108,8 @@ class TaperConfig:
             raise ValueError(f"massive_ratio={self.massive_ratio!r} must be a number above 1: it multiplies a median")
         for field, of in (("keep", str), ("prefix", int)):
             object.__setattr__(self, field, _sequence(field, getattr(self, field), of))
+        if len(self.prefix) > 4 or any(token < 0 for token in self.prefix):
+            raise ValueError(f"prefix={self.prefix!r} must hold at most 4 token ids, none below 0")
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self) -> None:
@@ -114,7 +117,6 @@ class TaperConfig:
         missing = {
             "fixed": self.fixed != "diagonal",
             "post": self.post,
-            "prefix": bool(self.prefix),
             "uniformity_weight": self.uniformity_weight != 0,
             "cap": self.cap is not None,
         }

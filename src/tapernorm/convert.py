@@ -11,6 +11,7 @@ from torch import nn
 from tapernorm.config import TaperConfig, nearest
 from tapernorm.controller import TaperController
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
+from tapernorm.prefix import attach_prefix, detach_prefix, prefix_of
 from tapernorm.sites import NormSite, default_example, find_sites, run
 
 _ATTRIBUTE = "_tapernorm_controller"
@@ -18,6 +19,8 @@ _ATTRIBUTE = "_tapernorm_controller"
 
 def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = None) -> TaperController:
     """Replace the norms that `config` asks for by TaperNorms at gate 1. In place; the output stays the same bits.
+
+    With a prefix, that is attached first (`tapernorm.prefix`), and the bits are those of the model with it.
 
     Args:
         model: a pre-norm model; its weights may be trained or fresh.
@@ -43,6 +46,9 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
             f"anchor_weight={config.weight:g} needs a final norm before the output head, and none was found; "
             "set anchor_weight=0"
         )
+    attached = bool(config.prefix) and config.prefix != prefix_of(model)
+    if attached:  # before the norms are replaced: its keys and values are those of the model with all of them
+        attach_prefix(model, config.prefix)
     for site in chosen:
         assert site.probed is not None  # choose() takes removable sites only
         norm, reader = model.get_submodule(site.name), model.get_parameter(site.links[0].weight)
@@ -52,6 +58,8 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
             run(model, default_example(model) if example is None else example)
     except Exception as error:  # whatever a model that looks into its norms may raise
         _put_back(model)
+        if attached:
+            detach_prefix(model)
         raise ValueError(
             f"{type(model).__name__} does not run with its norms replaced, it looks into them ({error}); "
             "nothing was changed"
@@ -99,7 +107,8 @@ def get_controller(model: nn.Module) -> TaperController | None:
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Put the stock norms back, with the gains and biases they have now. In place; before folding.
+    """Put the stock norms back, with the gains and biases they have now, and take a constant prefix out. In place;
+    before folding. (The rows that a learned position table lost to a prefix do not come back.)
 
     Raises:
         ValueError: the model is not tapered.
@@ -108,6 +117,8 @@ def restore_(model: nn.Module) -> nn.Module:
         raise ValueError("the model is not tapered (or is folded already, which cannot be taken back)")
     _put_back(model)
     release(model)
+    if prefix_of(model):
+        detach_prefix(model)
     vars(model).pop("save_pretrained", None)
     return model
 

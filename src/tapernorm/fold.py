@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tapernorm.convert import get_controller, guard_saving, release
-from tapernorm.modules import TaperNorm, evaluation, taper_norms
+from tapernorm.modules import FixedLinear, TaperNorm, evaluation, taper_norms
 from tapernorm.sites import NormSite, default_example, find_sites, run
 from tapernorm.trace import Consumer, tensors
 
@@ -108,7 +108,7 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
         reasons=kept,
         new_biases=tuple(new_biases),
         untied=tuple(untied),
-        prefix=(),
+        prefix=tuple(getattr(getattr(model, "config", None), "prefix", ()) or ()),
         max_abs_logit_error=error,
         relative_error=relative,
         bound=bound,
@@ -179,8 +179,8 @@ def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
                 else:
                     old = model.get_parameter(link.bias)
                     old.data.copy_(_rounded(old.detach().double() + shift, old.dtype, link.bias))
-            w = w * scale
-            if site.kind == "layer":
+            w = w * scale if scale.dim() == 1 else w @ scale
+            if getattr(module.fixed_norm, "centred", False):
                 w = w - w.mean(1, keepdim=True)
             w = _rounded(w if link.axis == 1 else w.T, weight.dtype, link.weight)
             if _is_tied(model, link):
@@ -195,9 +195,11 @@ def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
 
 
 def _fixed_branch(module: TaperNorm) -> tuple[Tensor, Tensor | None]:
-    """(c γ̃, β̃) in float64. [D]"""
+    """(c γ̃ [D] or A [D, D], β̃ [D] or None) in float64."""
     fixed = module.fixed_norm
     bias = fixed.bias.detach().double() if fixed.bias is not None else None
+    if isinstance(fixed, FixedLinear):
+        return fixed.weight.detach().double(), bias
     return fixed.c.double() * fixed.weight.detach().double(), bias
 
 

@@ -38,6 +38,7 @@ from tapernorm import _folder, llama2c
 from tapernorm import modeling_tapernorm as modeling
 from tapernorm.config import TaperConfig
 from tapernorm.convert import get_controller, taper_
+from tapernorm.prefix import prefix_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = (
@@ -106,7 +107,7 @@ def stock_config(config: Any) -> Any:
     return _stock_class(type(config)).from_dict(values)
 
 
-def _layout_of(model: PreTrainedModel) -> dict[str, list[str]]:
+def _layout_of(model: PreTrainedModel) -> dict[str, Any]:
     """How a model differs from a fresh one of its stock class: norms gone, biases gained, ties cut."""
     stock = getattr(type(model), "stock_class", type(model))
     # A class of somebody's own is compared with itself; if it was changed, writing it is refused later on.
@@ -124,7 +125,10 @@ def _layout_of(model: PreTrainedModel) -> dict[str, list[str]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     ties = (stock._tied_weights_keys or {}) if getattr(model.config, "tie_word_embeddings", False) else {}
     untied = sorted(k for k, v in ties.items() if k in parameters and parameters[k] is not parameters.get(v))
-    return {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
+    layout = {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
+    if prefix_of(model):
+        layout |= {"prefix": list(prefix_of(model)), "prefix_shapes": dict(model.config.prefix_shapes)}
+    return layout
 
 
 def _short(names: set[str], known: Iterable[str]) -> list[str]:
@@ -135,7 +139,7 @@ def _short(names: set[str], known: Iterable[str]) -> list[str]:
     return stars if named == names else sorted(names)
 
 
-def _changed_config(model: PreTrainedModel, fields: dict[str, list[str]], **more: Any) -> Any:
+def _changed_config(model: PreTrainedModel, fields: dict[str, Any], **more: Any) -> Any:
     """The config of type `tapernorm_<base>` that describes the model."""
     config_class = modeling.get_class(modeling.PREFIX + _stock_class(type(model.config)).__name__)
     values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "auto_map")}
@@ -147,7 +151,7 @@ def _changed_config(model: PreTrainedModel, fields: dict[str, list[str]], **more
     return config
 
 
-def _write_norm_free(model: PreTrainedModel, fields: dict[str, list[str]], folder: Path) -> None:
+def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Path) -> None:
     config = _changed_config(model, fields, tapered=None)
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
@@ -161,7 +165,7 @@ def _write_norm_free(model: PreTrainedModel, fields: dict[str, list[str]], folde
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
 
 
-def _write_tapered(model: PreTrainedModel, fields: dict[str, list[str]], controller: Any, folder: Path) -> None:
+def _write_tapered(model: PreTrainedModel, fields: dict[str, Any], controller: Any, folder: Path) -> None:
     config = _changed_config(model, fields, tapered=controller.config.to_dict())
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
@@ -189,7 +193,8 @@ def from_pretrained(
 
     Args:
         source: a hub id, a folder (stock, norm-free or half-tapered), a `*.gguf` file (dequantized; needs the gguf
-            package), `smollm2-135m` or `gemma3-270m` where the package that brings the file is installed, or a llama2.c `*.bin` file. A half-tapered model comes back tapered, with its controller
+            package), `smollm2-135m` or `gemma3-270m` where the package that brings that file is installed, or a
+            llama2.c `*.bin` file. A half-tapered model comes back tapered, with its controller
             (`get_controller(model)`) in the state that it was saved in.
         dtype: of the weights, such as `"float32"`. None or `"auto"`: as they are stored (float32 for GGUF and llama2.c
             files).
@@ -308,7 +313,7 @@ def _half_tapered(config: Any, place: str, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(config)
     taper_config, config.tapered = TaperConfig.from_dict(config.tapered), None
     model_class = modeling.get_class(config.architectures[0])
-    if not any(getattr(config, field) for field in ("removed_norms", "added_biases", "untied")):
+    if not any(getattr(config, field) for field in modeling.FIELDS if field != "tapered"):
         model_class, config = model_class.stock_class, stock_config(config)
     model = model_class._from_config(config, dtype=dtype or config.dtype)
     controller = taper_(model, taper_config)

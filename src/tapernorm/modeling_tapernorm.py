@@ -166,7 +166,9 @@ def _with_prefix(attention):
     def forward(module, query, key, value, attention_mask, **kwargs):
         batch, length = key.shape[0], key.shape[2]
         own = module.prefix_key.to(key.dtype), module.prefix_value.to(value.dtype)
-        key, value = (torch.cat([p.expand(batch, -1, -1, -1), x], dim=2) for p, x in zip(own, (key, value)))
+        key, value = (
+            torch.cat([p.expand(batch, -1, -1, -1), x], dim=2) for p, x in zip(own, (key, value), strict=True)
+        )
         if attention_mask is not None and attention_mask.shape[-1] == length:  # a four-dimensional mask of the caller
             seen = True if attention_mask.dtype == torch.bool else 0.0
             attention_mask = nn.functional.pad(attention_mask, (own[0].shape[2], 0), value=seen)
@@ -178,7 +180,7 @@ def _with_prefix(attention):
 def _mask_with_prefix(make_mask):
     """The prefix is seen by every query, in sliding-window layers too: a sink that slides out is no sink."""
 
-    def mask(batch_size, q_length, config=None, device="cpu", allow_is_causal_skip=True, **kwargs):
+    def mask(batch_size, q_length, config: Any = None, device="cpu", allow_is_causal_skip=True, **kwargs):
         # No mask means torch's `is_causal`, which aligns the corner wrongly when there are more keys than queries.
         alone = allow_is_causal_skip and isinstance(q_length, int) and q_length == 1
         made = make_mask(

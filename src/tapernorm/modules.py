@@ -51,6 +51,27 @@ class FixedScale(nn.Module):
         return f"{tuple(self.weight.shape)}, bias={self.bias is not None}, centred={self.centred}"
 
 
+class FixedLinear(nn.Module):
+    """A h + b: a fixed branch that is a full matrix, the norm's gain included. It folds at the same cost, none.
+
+    A: [D, D]; b: [D] or None. `c`, one number, is the scale of the diagonal map that A was drawn towards.
+    """
+
+    c: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, c: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+        self.bias = nn.Parameter(bias.detach().clone()) if bias is not None else None
+        self.register_buffer("c", torch.full((1,), c, dtype=torch.float32, device=weight.device))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return nn.functional.linear(h, self.weight, self.bias)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FixedLinear:
+        return _apply_but_keep_float32(self, fn, recurse)
+
+
 class TaperNorm(nn.Module):
     """A norm and its fixed branch, mixed by a gate.
 
@@ -78,7 +99,8 @@ class TaperNorm(nn.Module):
         g = gain(norm, probed, width)
         bias = getattr(norm, probed.bias) if probed.bias else None
         own = next(norm.parameters(), g if like is None else like)
-        self.fixed_norm = FixedScale(g.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
+        fixed = FixedScale(g.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
+        self.fixed_norm: FixedScale | FixedLinear = fixed
         self.register_buffer("gate", torch.ones(1, dtype=torch.float32, device=own.device))
         self.path: Path = "exact"
         # Set by the controller while statistics are gathered; called with the input of every training forward.
@@ -99,8 +121,11 @@ class TaperNorm(nn.Module):
         return gain(self.norm, self.probed, self.width).to(self.gate.device)
 
     def _mix(self, h: Tensor) -> Tensor:
-        x = h.to(torch.promote_types(h.dtype, torch.float32))
         fixed = self.fixed_norm
+        if isinstance(fixed, FixedLinear):
+            gate = self.gate.to(h.dtype)
+            return gate * self.norm(h) + (1 - gate) * fixed(h)
+        x = h.to(torch.promote_types(h.dtype, torch.float32))
         gate = self.gate.to(x.dtype)  # 1 − g in float32 would be the largest error of a float64 model
         a, k = (gate * self.gain()).to(x.dtype), ((1 - gate) * fixed.c * fixed.weight).to(x.dtype)
         if self.probed.kind == "rms":

@@ -40,7 +40,7 @@ class Trial:
 
 
 def find_prefix(
-    model: Any, tokenizer: Any, texts: Iterable[str], ratio: float = 20.0, sites: list[NormSite] | None = None
+    model: Any, tokenizer: Any, texts: Iterable[str] | Tensor, ratio: float = 20.0, sites: list[NormSite] | None = None
 ) -> tuple[int, ...]:
     """The shortest prefix with which no token of `texts` stands above `ratio` times its site's median; () if none is
     needed.
@@ -48,7 +48,7 @@ def find_prefix(
     Args:
         model: a causal language model with its norms.
         tokenizer: its tokenizer; special tokens are tried first, then with one or two common tokens behind.
-        texts: a few texts; some 2,000 tokens of them are looked at.
+        texts: a few texts, or [N, T] ids of them; some 2,000 tokens are looked at.
 
     Raises:
         ValueError: no prefix that was tried is clean, with the best one and the token that still stands out.
@@ -64,10 +64,12 @@ def find_prefix(
     return trials[-1].prefix
 
 
-def sample(tokenizer: Any, texts: Iterable[str], model: Any, tokens: int = 2048, block: int = 64) -> Tensor:
+def sample(tokenizer: Any, texts: Iterable[str] | Tensor, model: Any, tokens: int = 2048, block: int = 64) -> Tensor:
     """Short blocks of ids, cut anywhere in the text, as a user's prompts would begin anywhere. [N, block]"""
     block = min(block, context_length(model) - 4)
     stream: list[int] = []
+    if isinstance(texts, Tensor):
+        stream, texts = texts.flatten()[:tokens].tolist(), []
     for text in texts:
         stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(stream) >= tokens:
@@ -96,7 +98,8 @@ def _candidates(tokenizer: Any, ids: Tensor) -> Iterator[tuple[int, ...]]:
     named = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
     special = list(dict.fromkeys(t for t in [*named, *sorted(tokenizer.all_special_ids)] if t is not None))[:4]
     words = [tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("The", "\n", ".", " the")]
-    common = [w[0] for w in words if len(w) == 1] + [t for t, _ in collections.Counter(ids.flatten().tolist()).most_common(3)]
+    frequent = [token for token, _ in collections.Counter(ids.flatten().tolist()).most_common(3)]
+    common = [w[0] for w in words if len(w) == 1] + frequent
     common = list(dict.fromkeys(t for t in common if t not in special))[:5]
     yield ()
     yield from ((s,) for s in special)
@@ -153,7 +156,8 @@ def attach_prefix(model: Any, prefix: Sequence[int]) -> None:
         attention = model.get_submodule(name)
         shapes[name] = [key.shape[1], key.shape[2], key.shape[3], value.shape[3]]
         modeling.hold_prefix(attention, *shapes[name])
-        attention.prefix_key.copy_(key), attention.prefix_value.copy_(value)
+        attention.prefix_key.copy_(key)
+        attention.prefix_value.copy_(value)
     old_tables = [(module, module.weight) for module in tables]
     context = context_length(model)
     for module in tables:
@@ -270,9 +274,10 @@ def _position_tables(model: Any) -> list[nn.Embedding]:
         rows = output.reshape(-1, output.shape[-1])
         length = text.shape[1]
         offset = module.num_embeddings - context_length(model)
-        if module is not tokens and 0 <= offset < 4 and len(rows) == length:
-            if torch.equal(rows, module.weight[offset : offset + length].to(rows.dtype)):
-                tables.append(module)
+        if module is tokens or not 0 <= offset < 4 or len(rows) != length:
+            return
+        if torch.equal(rows, module.weight[offset : offset + length].to(rows.dtype)):
+            tables.append(module)
 
     handles = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Embedding)]
     try:

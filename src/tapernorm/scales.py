@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ def token_scales(
     found: dict[str, list[Tensor]] = {}
     wanted = {site.name: site for site in sites if site.probed is not None}
 
-    def note(site: NormSite, args: Any) -> None:
+    def note(site: NormSite, module: nn.Module, args: Any) -> None:
         h = args[0].detach()
         assert site.probed is not None
         if h.dim() == 3:
@@ -60,7 +61,7 @@ def token_scales(
     with contextlib.ExitStack() as stack, evaluation(model):
         for name, site in wanted.items():
             module = model.get_submodule(name)
-            handle = module.register_forward_pre_hook(lambda m, args, site=site: note(site, args))
+            handle = module.register_forward_pre_hook(functools.partial(note, site))
             stack.callback(handle.remove)
         for rows in ids.split(batch):
             model(input_ids=rows.to(next(model.parameters()).device), use_cache=False, logits_to_keep=1)

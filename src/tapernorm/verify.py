@@ -66,7 +66,13 @@ def evaluate(model: nn.Module, blocks: Tensor, batch: int = 8, progress: Callabl
     """
     if blocks.dim() != 2 or blocks.shape[1] < 2 or not len(blocks):
         raise ValueError(f"evaluation needs blocks of at least two tokens, and got the shape {tuple(blocks.shape)}")
-    losses = torch.cat([_token_losses(_logits(model, rows), rows) for rows in _batches(blocks, batch, progress)])
+    return summarise(
+        torch.cat([token_losses(_logits(model, rows), rows) for rows in _batches(blocks, batch, progress)])
+    )
+
+
+def summarise(losses: Tensor) -> Losses:
+    """Mean and tail of token losses. losses: [N], in nats"""
     finite = losses[torch.isfinite(losses)].double()
     if not len(finite):
         nan = float("nan")
@@ -124,7 +130,7 @@ def verify(
         noise += float(difference.pow(2).sum())
         signal += float(first.double().pow(2).sum())
         for kept, logits in zip(losses, (first, second), strict=True):
-            kept.append(_token_losses(logits, rows))
+            kept.append(token_losses(logits, rows))
     if dtype in BOUNDS:
         relative, bound = error / max(largest, 1e-30), BOUNDS[dtype]
     else:
@@ -182,8 +188,8 @@ def _logits(model: Any, rows: Tensor) -> Tensor:
         return model(input_ids=rows.to(next(model.parameters()).device), use_cache=False).logits
 
 
-def _token_losses(logits: Tensor, rows: Tensor) -> Tensor:
-    """[B · (T − 1)] in float32 or wider, on the CPU."""
+def token_losses(logits: Tensor, rows: Tensor) -> Tensor:
+    """Next-token losses of a batch, in nats. [B, T, V], [B, T] -> [B · (T − 1)] in float32 or wider, on the CPU."""
     wide = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     labels = rows[:, 1:].flatten().to(wide.device)
     return nn.functional.cross_entropy(wide, labels, reduction="none").cpu()

@@ -1,0 +1,392 @@
+"""Take out what goes without training: forward passes only, as many norms as a loss budget allows.
+
+Each norm N is replaced by an affine map A h + b, fitted on text:
+
+    A = argmin Σ ‖N(h*) − A h‖² + λ ‖A − c·diag(γ)‖²        h: the model as it is after the removals so far
+                                                            h*: the original model, so errors are corrected
+    W' = argmin Σ ‖y* − W' z‖² + λ ‖W' − W‖²                the linear map that writes the block's result back,
+                                                            drawn towards the original's residual stream
+
+with λ chosen on tokens that were not fitted (λ = ∞ is the paper's diagonal scale). Norms go in the order of depth,
+those that cost least alone; how many is found by bisection, on the loss of held-out text and on its tail.
+
+Why the tail: a gated MLP is quadratic in its input, so a token a little above its usual scale grows from block to
+block once nothing holds it, and takes its whole sequence along. A removal that lets a token run away is taken back.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tapernorm import data
+from tapernorm.chain import Chain
+from tapernorm.config import TaperConfig
+from tapernorm.convert import choose, get_controller, guard_saving, release
+from tapernorm.fold import FoldReport, fold_
+from tapernorm.modules import FixedLinear, FixedScale, TaperNorm
+from tapernorm.prefix import attach_prefix, find_prefix, prefix_of
+from tapernorm.ridge import Fit, fit_map, robust_scale
+from tapernorm.sites import NormSite, context_length, find_sites
+from tapernorm.verify import Losses, evaluate, summarise, token_losses
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal:
+    """What `remove_` did.
+
+    folded, kept: norms that are gone, and that stay. costs: nats that each one costs when it alone is replaced.
+    loss_before, loss_after: of held-out text, in nats; before, after: the same with the tail. prefix: token ids of
+    the constant prefix. refitted: linear maps that were fitted again. tried: (norms removed, loss) of every trial.
+    """
+
+    folded: tuple[str, ...]
+    kept: tuple[str, ...]
+    costs: dict[str, float]
+    loss_before: float
+    loss_after: float
+    before: Losses
+    after: Losses
+    prefix: tuple[int, ...]
+    refitted: tuple[str, ...]
+    tried: tuple[tuple[int, float], ...]
+    fold: FoldReport | None
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """loss_after / loss_before − 1."""
+        return self.loss_after / self.loss_before - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        return {**values, "gap": self.gap, "fold": self.fold.to_dict() if self.fold else None}
+
+
+def remove_(
+    model: Any,
+    texts: Iterable[str] | Tensor,
+    tokenizer: Any = None,
+    budget: float = 0.01,
+    prefix: tuple[int, ...] | None = None,
+    arm: str = "internal",
+    keep: tuple[str, ...] = (),
+    refit: bool = True,
+    fit_tokens: int = 12_288,
+    check_tokens: int = 6_144,
+    block: int = 512,
+    tail: float = 0.1,
+    progress: Progress | None = None,
+) -> Removal:
+    """Remove norms of a pretrained causal language model without training. In place, folded and checked.
+
+    Args:
+        model: a transformers model with its norms.
+        texts: texts like those that the model is for, or [N, T] token ids.
+        tokenizer: needed for texts, and to look for a prefix.
+        budget: the loss on held-out text may rise by this share.
+        prefix: token ids of a constant prefix; () for none; None: one is looked for where tokens are massive.
+        arm, keep: which norms, as in `TaperConfig`.
+        refit: also fit the linear maps that write into the residual stream; False changes nothing but what reads
+            a norm.
+        fit_tokens, check_tokens, block: how much text is fitted on, is held out, and in what pieces.
+        tail: the 99.9th percentile of the loss may rise by this share.
+        progress: called with what is being done and the share of it that is done.
+
+    Raises:
+        ValueError: no norm can go; too little text; budget not above 0; the model cannot hold a prefix; its blocks do
+            not form a chain; it is tapered already.
+        FoldError: see `fold_`.
+    """
+    if not budget > 0:
+        raise ValueError(f"budget={budget!r} must be above 0, such as 0.01 for 1 %")
+    if get_controller(model) is not None:
+        raise ValueError("the model is tapered; remove_ takes one with its own norms (tn.restore_ takes a taper back)")
+    started = time.perf_counter()
+    sites = find_sites(model)
+    chosen = choose(sites, TaperConfig(arm=arm, keep=keep))  # type: ignore[arg-type]
+    ids = _pack(model, texts, tokenizer, block, fit_tokens + check_tokens)
+    held = max(1, round(len(ids) * check_tokens / (fit_tokens + check_tokens)))
+    check, fit = ids[:held], ids[held:]
+    before = evaluate(model, check)
+    if prefix is None:
+        prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
+    if prefix and prefix != prefix_of(model):
+        attach_prefix(model, prefix)
+    search = _Search(model, chosen, fit, check, refit, progress)
+    allowed = before.loss * (1 + budget)
+    last = before.p999 * (1 + tail)
+
+    def sound(losses: Losses) -> bool:
+        return losses.nonfinite == 0 and losses.loss <= allowed and losses.p999 <= last
+
+    costs = search.costs()
+    order = sorted(costs, key=lambda name: costs[name])
+    after = search.bisect(order, sound)
+    folded = search.finish()
+    report = fold_(model, example={"input_ids": check[:2].to(next(model.parameters()).device)}) if folded else None
+    if not folded:
+        after = evaluate(model, check)
+    return Removal(
+        folded=folded,
+        kept=tuple(site.name for site in sites if site.name not in folded),
+        costs=costs,
+        loss_before=before.loss,
+        loss_after=after.loss,
+        before=before,
+        after=after,
+        prefix=tuple(prefix or ()),
+        refitted=tuple(sorted(search.refitted)),
+        tried=tuple(search.tried),
+        fold=report,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _pack(model: Any, texts: Any, tokenizer: Any, block: int, tokens: int) -> Tensor:
+    if isinstance(texts, Tensor):
+        ids = texts
+    elif tokenizer is None:
+        raise ValueError("texts need a tokenizer: pass tokenizer=..., or [N, T] token ids in place of texts")
+    else:
+        block = min(block, context_length(model))
+        ids = data.pack([texts] if isinstance(texts, str) else texts, tokenizer, block, limit=tokens // block + 1)
+    if len(ids) < 4:
+        raise ValueError(f"the texts make {len(ids)} blocks of {block} tokens; at least 4 are needed")
+    return ids
+
+
+class _Search:
+    """The model with every chosen norm a TaperNorm (gate 1: the norm; gate 0: its map), and the original beside it."""
+
+    LIMIT = 1.0  # a held-out token whose residual is off by more than its own length has run away
+
+    def __init__(
+        self, model: Any, chosen: list[NormSite], fit: Tensor, check: Tensor, refit: bool, progress: Progress | None
+    ) -> None:
+        self.model, self.fit, self.check = model, fit, check
+        self.progress = progress or (lambda what, share: None)
+        self.original = copy.deepcopy(model)
+        self.chain = Chain(model, chosen, fit)
+        self.teacher = Chain(self.original, chosen, fit)
+        self.sites = [site for site in chosen if self.chain.block_of(site.name) is not None]
+        self.norms: dict[str, TaperNorm] = {}
+        for site in self.sites:
+            assert site.probed is not None
+            reader = model.get_parameter(site.links[0].weight)
+            self.norms[site.name] = TaperNorm(model.get_submodule(site.name), site.probed, site.width, like=reader)
+            model.set_submodule(site.name, self.norms[site.name])
+        self.by_block = {
+            index: [site.name for site in self.sites if self.chain.block_of(site.name) == index]
+            for index in range(len(self.chain.blocks))
+        }
+        self.writers = self._find_writers() if refit else {}
+        self.saved = {w: model.get_submodule(w).weight.detach().clone() for w in self.writers.values()}
+        self.refitted: set[str] = set()
+        self.tried: list[tuple[int, float]] = []
+        self.best: dict[str, FixedScale | FixedLinear] = {}
+        self.best_writers: dict[str, Tensor] = {}
+
+    def _find_writers(self) -> dict[str, str]:
+        """For each norm, the linear map whose output is all that is added to the residual until the next point."""
+        found: dict[str, str] = {}
+        ids = self.fit[:1, :8]
+        hidden = self.teacher.start(ids)
+        for index, names in self.by_block.items():
+            block = f"{self.teacher.name}.{index}"
+            kinds = nn.Linear | Conv1D
+            inside = self.original.get_submodule(block).named_modules(prefix=block)
+            linears = [name for name, module in inside if isinstance(module, kinds)]
+            take = {**dict.fromkeys(names, "input"), **dict.fromkeys(linears, "output"), block: "output"}
+            seen = self.teacher.inside(index, ids, hidden, take)
+            points = [*names, block]
+            for name, following in zip(names, points[1:], strict=True):
+                added = seen[following] - seen[name]
+                for linear in linears:
+                    y = seen[linear]
+                    if y.shape == added.shape and torch.allclose(y, added, rtol=1e-3, atol=1e-3 * float(added.std())):
+                        found[name] = linear
+            hidden = seen[block]
+        return found
+
+    # One norm
+
+    def _install(self, name: str, h: Tensor, target: Tensor) -> None:
+        """Fit A and b for a norm and switch it to them. h, target: [N, T, D]"""
+        norm = self.norms[name]
+        layer = norm.probed.kind == "layer"
+        gain = norm.gain().float()
+        c = robust_scale(h, gain, norm.probed.kind, norm.probed.eps)
+        prior = torch.diag(c * gain)
+        bias = getattr(norm.norm, norm.probed.bias).detach().float() if norm.probed.bias else None
+        if layer:
+            prior = prior - prior.mean(1, keepdim=True)
+        x, y = h.flatten(0, -2).float(), target.flatten(0, -2).float()
+        found = fit_map(x, y if bias is None else y - bias, prior)
+        like = norm.fixed_norm.weight
+        fixed = FixedLinear(found.weight.to(like), bias if bias is None else bias.to(like), float(c))
+        norm.fixed_norm = fixed.requires_grad_(False)
+        norm.set_gate(0.0)
+
+    def _refit(self, writer: str, z: Tensor, wrong: Tensor) -> Fit:
+        """Fit the map that writes the result, so that it adds what is wrong with the residual too."""
+        module = self.model.get_submodule(writer)
+        weight = module.weight.detach()
+        old = weight.T if isinstance(module, Conv1D) else weight
+        x = z.flatten(0, -2).float()
+        y = x @ old.float().T + wrong.flatten(0, -2).float()
+        found = fit_map(x, y, old.float())
+        new = found.weight.T if isinstance(module, Conv1D) else found.weight
+        module.weight.data.copy_(new)
+        return found
+
+    def _restore(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.norms[name].set_gate(1.0)
+            if name in self.writers:
+                self.model.get_submodule(self.writers[name]).weight.data.copy_(self.saved[self.writers[name]])
+
+    def _remove(self, index: int, name: str, target: Tensor, goal: Tensor, hidden: Tensor) -> None:
+        """Replace a norm of block `index`, which reads `hidden`, and fit its writer. [N, T, D] each"""
+        h = self.chain.inside(index, self.fit, hidden, {name: "input"})[name]
+        self._install(name, h, target)
+        writer = self.writers.get(name)
+        if writer is None:
+            return
+        following = self._next_point(index, name)
+        what = "output" if following == f"{self.chain.name}.{index}" else "input"
+        seen = self.chain.inside(index, self.fit, hidden, {writer: "input", following: what})
+        self._refit(writer, seen[writer], goal - seen[following])
+
+    def _next_point(self, index: int, name: str) -> str:
+        names = self.by_block[index]
+        at = names.index(name) + 1
+        return names[at] if at < len(names) else f"{self.chain.name}.{index}"
+
+    def _targets(self, index: int, ids: Tensor, hidden: Tensor) -> dict[str, Tensor]:
+        """What the original makes in block `index`: each norm's output, each point of the residual, the result."""
+        block, names = f"{self.teacher.name}.{index}", self.by_block[index]
+        points = self.teacher.inside(index, ids, hidden, {**dict.fromkeys(names, "input"), block: "output"})
+        with torch.no_grad():
+            outputs = {f"{n} out": self.original.get_submodule(n)(points[n]) for n in names}
+        return points | outputs
+
+    # All of them
+
+    def costs(self) -> dict[str, float]:
+        """Nats that each norm costs when it alone is replaced, measured on the held-out text."""
+        hidden, check = self.teacher.start(self.fit), self.chain.start(self.check)
+        base = float(_mean(self.chain.rest(0, self.check, check, token_losses)))
+        costs: dict[str, float] = {}
+        for index, names in self.by_block.items():
+            points = self._targets(index, self.fit, hidden)
+            for name in names:
+                goal = points[self._next_point(index, name)]
+                self._remove(index, name, points[f"{name} out"], goal, hidden)
+                loss = _mean(self.chain.rest(index, self.check, check, token_losses))
+                costs[name] = float(loss) - base if torch.isfinite(loss) else float("inf")
+                self._restore([name])
+                self.progress("cost of each norm", len(costs) / len(self.sites))
+            hidden = points[f"{self.teacher.name}.{index}"]
+            check = self.chain.through(index, self.check, check)
+        return costs
+
+    def remove(self, wanted: set[str]) -> Losses:
+        """Remove `wanted` in the order of depth; returns the held-out losses."""
+        self._restore(self.norms)
+        first = min(i for i, names in self.by_block.items() if wanted & set(names))
+        streams = {"fit": self.fit, "check": self.check}
+        theirs = {k: self.teacher.start(ids) for k, ids in streams.items()}
+        ours: dict[str, Tensor] = {k: v.clone() for k, v in theirs.items()}
+        for index, names in self.by_block.items():
+            block = f"{self.teacher.name}.{index}"
+            here = [name for name in names if name in wanted]
+            if not here:
+                for k, ids in streams.items():
+                    same = index < first
+                    theirs[k] = self.teacher.through(index, ids, theirs[k])
+                    ours[k] = theirs[k] if same else self.chain.through(index, ids, ours[k])
+                continue
+            points = self._targets(index, self.fit, theirs["fit"])
+            goal = self.teacher.through(index, self.check, theirs["check"])
+            for name in here:
+                kept = _worst(self.chain.through(index, self.check, ours["check"]), goal)
+                self._remove(index, name, points[f"{name} out"], points[self._next_point(index, name)], ours["fit"])
+                gone = _worst(self.chain.through(index, self.check, ours["check"]), goal)
+                if not gone <= max(self.LIMIT, 1.02 * kept):
+                    log.info("%s: a token ran away (%.2g, with the norm %.2g); it stays", name, gone, kept)
+                    self._restore([name])
+            theirs = {"fit": points[block], "check": goal}
+            ours = {k: self.chain.through(index, ids, ours[k]) for k, ids in streams.items()}
+            self.progress(f"removing {len(wanted)}", (index + 1) / len(self.by_block))
+        losses = summarise(self.chain.head(self.check, ours["check"], token_losses))
+        self.tried.append((len(self.gone()), losses.loss))
+        return losses
+
+    def gone(self) -> list[str]:
+        """Norms that are replaced now."""
+        return [name for name, norm in self.norms.items() if float(norm.gate) == 0]
+
+    def bisect(self, order: list[str], sound: Callable[[Losses], bool]) -> Losses:
+        """The longest start of `order` that is sound; the model is left with it removed."""
+        low, high = 0, len(order)
+        best: Losses | None = None
+        count = sum(1 for _ in order) * 2 // 3
+        while high > low:
+            losses = self.remove(set(order[:count]))
+            if sound(losses):
+                low, best = count, losses
+                self._remember()
+            else:
+                high = count - 1
+            count = (low + high + 1) // 2
+        self._recall()
+        return best if best is not None else evaluate(self.model, self.check)
+
+    def _remember(self) -> None:
+        self.best = {name: norm.fixed_norm for name, norm in self.norms.items() if float(norm.gate) == 0}
+        self.best_writers = {w: self.model.get_submodule(w).weight.detach().clone() for w in self.saved}
+
+    def _recall(self) -> None:
+        self._restore(self.norms)
+        for name, fixed in self.best.items():
+            self.norms[name].fixed_norm = fixed
+            self.norms[name].set_gate(0.0)
+            if name in self.writers:
+                writer = self.writers[name]
+                self.model.get_submodule(writer).weight.data.copy_(self.best_writers[writer])
+                self.refitted.add(writer)
+
+    def finish(self) -> tuple[str, ...]:
+        """Put the norms back that stay; what goes is left at gate 0, to be folded."""
+        gone = tuple(self.gone())
+        for name, norm in self.norms.items():
+            if name not in gone:
+                self.model.set_submodule(name, norm.norm)
+        release(self.model)
+        if gone:
+            guard_saving(self.model)
+        return gone
+
+
+def _mean(losses: Tensor) -> Tensor:
+    return losses.double().mean()
+
+
+def _worst(ours: Tensor, theirs: Tensor) -> float:
+    """The largest distance of a token's residual from the original's, over its length. NaN counts as infinite."""
+    off = (ours - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+    return float(torch.nan_to_num(off, nan=torch.inf).max())
