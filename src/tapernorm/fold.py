@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -255,14 +254,20 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _untie_configs(model: Any, name: str) -> None:
-    """The tie flag goes off in every config that holds it, or the next `tie_weights()` would undo the fold."""
-    for config in _configs(model):
-        config.tie_word_embeddings = False
+    """The tie flag goes off in every config that holds it, or the next `tie_weights()` would undo the fold.
+
+    Not where other ties remain, as between the embeddings of T5's encoder and decoder: there the model's own table
+    of ties, without this one, is what `tie_weights()` goes by.
+    """
     ties = getattr(model, "_tied_weights_keys", None)
+    left = {k: v for k, v in ties.items() if k != name} if isinstance(ties, dict) else {}
     if isinstance(ties, dict):
-        model._tied_weights_keys = {k: v for k, v in ties.items() if k != name} or None
+        model._tied_weights_keys = left or None
     if getattr(model, "all_tied_weights_keys", None):
         model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k != name}
+    if not left:
+        for config in _configs(model):
+            config.tie_word_embeddings = False
 
 
 class _Undo:
@@ -313,7 +318,7 @@ def _check(before: list[Tensor], after: list[Tensor], narrowed: str = "") -> tup
     Raises:
         FoldError: the error is above the bound.
     """
-    worst = (0.0, 0.0, math.inf)
+    worst: tuple[float, float, float] | None = None
     for old, new in zip(before, after, strict=True):
         dtype = old.dtype
         old, new = old.double(), new.double()
@@ -329,5 +334,5 @@ def _check(before: list[Tensor], after: list[Tensor], narrowed: str = "") -> tup
                 f"the folded model's output differs by {relative:.2g} of its size, more than the {bound:.2g} that "
                 f"{dtype} allows; the model was put back as it was. Fold in float64 to see whether it is rounding"
             )
-        worst = max(worst, (error, relative, bound))
-    return (worst[0], worst[1], worst[2] if before else 0.0)
+        worst = max(worst or (0.0, 0.0, bound), (error, relative, bound))
+    return worst or (0.0, 0.0, 0.0)

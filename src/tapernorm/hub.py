@@ -267,14 +267,15 @@ def _reason(place: str, error: Exception) -> str:
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the checkpoint names; the causal language model when it names none, or a body without head."""
+    """The class that the checkpoint names; the causal language model when it names none, or a stock body without
+    head (as many a hub repository of whole models does)."""
     base_type = config.model_type.removeprefix(modeling.TYPE_PREFIX)
     body = modeling.heads(base_type).get("AutoModel") if type(config) in AutoModelForCausalLM._model_mapping else None
     for name in config.architectures or ():
         ours = name.startswith(modeling.PREFIX)
         known = getattr(modeling if ours else transformers, name, None)
         if isinstance(known, type) and getattr(known, "config_class", None) is type(config):
-            return AutoModelForCausalLM if name.removeprefix(modeling.PREFIX) == body else known
+            return AutoModelForCausalLM if name == body else known
     return AutoModelForCausalLM
 
 

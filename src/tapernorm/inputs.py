@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tapernorm.modules import evaluation
 
 
 def default_example(model: nn.Module, batch: int = 1, length: int = 5) -> dict[str, Any]:
@@ -39,10 +43,7 @@ def default_example(model: nn.Module, batch: int = 1, length: int = 5) -> dict[s
         example["decoder_input_ids"] = torch.randint(vocabulary, (batch, length), generator=generator)
     device = next(model.parameters()).device
     example = {name: value.to(device) for name, value in example.items()}
-    if device.type == "meta" and set(example) == {"input_ids"}:
-        # transformers looks into any other mask, and meta tensors cannot be looked into
-        example["attention_mask"] = torch.ones(batch, 1, length, length, dtype=torch.bool, device=device)
-    return example
+    return _with_masks(model, example) if device.type == "meta" else example
 
 
 def context_length(model: Any) -> int:
@@ -52,12 +53,56 @@ def context_length(model: Any) -> int:
 
 def run(model: nn.Module, inputs: Any) -> Any:
     """One forward of `model` on an example, without a key-value cache where the model has one."""
-    if isinstance(inputs, Mapping):
-        extra = {}
-        if hasattr(getattr(model, "config", None), "use_cache") and "use_cache" not in inputs:
-            extra["use_cache"] = False
-        return model(**inputs, **extra)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    with _without_values(model):
+        if isinstance(inputs, Mapping):
+            extra = {}
+            if hasattr(getattr(model, "config", None), "use_cache") and "use_cache" not in inputs:
+                extra["use_cache"] = False
+            return model(**inputs, **extra)
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+@contextlib.contextmanager
+def _without_values(model: nn.Module) -> Iterator[None]:
+    """On the meta device, the attention and the experts whose code looks into no tensor's values."""
+    configs: dict[int, Any] = {}
+    if any(parameter.is_meta for parameter in itertools.islice(model.parameters(), 1)):
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation_internal"):
+                configs[id(config)] = config
+    before = [(c, c._attn_implementation_internal, c._experts_implementation_internal) for c in configs.values()]
+    try:
+        for config, *_ in before:
+            config._attn_implementation_internal, config._experts_implementation_internal = "eager", "batched_mm"
+        yield
+    finally:
+        for config, attention, experts in before:
+            config._attn_implementation_internal, config._experts_implementation_internal = attention, experts
+
+
+def _with_masks(model: nn.Module, example: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The attention masks, if any, with which a model on the meta device runs.
+
+    transformers looks into the values of a mask, or of positions where there is none, to see whether it can do
+    without; of a mask with four dimensions it does not, but a few families take only one with two.
+    """
+    names = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
+    error: Exception | None = None
+    for dims in (4, 2, 0):
+        tried = dict(example)
+        for ids, mask in names.items():
+            if ids in example and dims:
+                batch, length = example[ids].shape
+                shape = (batch, 1, length, length) if dims == 4 else (batch, length)
+                tried[mask] = torch.ones(shape, dtype=torch.bool, device="meta")
+        try:
+            with evaluation(model):
+                run(model, tried)
+            return tried
+        except (RuntimeError, ValueError, NotImplementedError) as failed:
+            error = error or failed
+    raise ValueError(f"{type(model).__name__} does not run on the meta device ({error}); load its weights") from error
 
 
 def _vocabulary(config: Any) -> int | None:

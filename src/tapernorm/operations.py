@@ -82,8 +82,8 @@ def axes_of(
     blank = torch.empty(1, device="meta", dtype=args[0].dtype).expand(sizes)
 
     def on_meta(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to("meta")
+        if isinstance(value, Tensor):  # one index is read as a number, which a meta tensor does not have
+            return value.to("meta") if value.dim() else 0
         return type(value)(map(on_meta, value)) if isinstance(value, list | tuple) else value
 
     try:

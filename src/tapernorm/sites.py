@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from tapernorm.inputs import context_length, default_example, run
@@ -104,14 +103,13 @@ def _judge(trace: Trace, name: str, found: tuple[Norm | None, int], escaped: boo
     probed, width = found
     links = tuple(trace.links[name].values())
     reason, role = _reason(trace, name, probed, links, escaped), _role(trace, name, links, escaped)
-    producer = _producer(trace, name, probed) if role == "post" else ""
-    if role == "post" and probed is not None and reason:
-        backwards = (
-            f"post=True folds it backwards into {producer.weight}"
-            if isinstance(producer, Consumer)
-            else f"nor can it be folded backwards: {producer}"
-        )
-        reason = f"{reason}; {backwards}"
+    producer = _producer(trace, name, probed) if role == "post" and probed else ""
+    if reason and role in _WHAT:
+        reason = f"{_WHAT[role]}: {reason}"
+    if reason and isinstance(producer, Consumer):
+        reason += f"; post=True folds it backwards into {producer.weight}"
+    elif reason and producer:
+        reason += f"; nor can it be folded backwards: {producer}"
     return NormSite(
         name=name,
         kind=probed.kind if probed else "unknown",
@@ -145,9 +143,7 @@ def _reason(trace: Trace, name: str, probed: Norm | None, links: tuple[Consumer,
     if escaped:
         return "its output is an output of the model"
     if trace.others[name]:
-        reason = f"its output is also read by {trace.others[name].most_common(1)[0][0]}"
-        role = _WHAT.get(_role(trace, name, links, escaped))
-        return f"{role}: {reason}" if role else reason
+        return f"its output is also read by {trace.others[name].most_common(1)[0][0]}"
     if not links:
         return "nothing was seen to read its output"
     for link in links:
@@ -193,7 +189,7 @@ def _idle_sibling(trace: Trace, name: str, link: Consumer) -> str:
     return ""
 
 
-def _producer(trace: Trace, name: str, probed: Norm | None) -> Consumer | str:
+def _producer(trace: Trace, name: str, probed: Norm) -> Consumer | str:
     """The linear map whose rows could take up the norm's scale, or why there is none."""
     product = trace.producer.get(name)
     if product is None:
@@ -209,7 +205,7 @@ def _producer(trace: Trace, name: str, probed: Norm | None) -> Consumer | str:
         return f"{link.weight} is used in more than one place"
     if link.bias is None:
         owner = trace.model.get_submodule(link.owner)
-        if probed is not None and probed.bias and not isinstance(owner, nn.Linear):
+        if probed.bias and not isinstance(owner, nn.Linear):
             return f"it has a bias, and {link.weight} ({type(owner).__name__}) has none that could take it up"
     elif len(trace.added_to[id(trace.model.get_parameter(link.bias))]) > 1:
         return f"{link.bias} is also the bias of another weight than {link.weight}"
