@@ -14,7 +14,7 @@ from tapernorm.modules import evaluation
 
 
 def default_example(model: nn.Module, batch: int = 1, length: int = 5) -> dict[str, Any]:
-    """Random inputs for a transformers model, on its device: token ids, and images or sounds where it takes them.
+    """Random inputs for a transformers model, on its device and in its dtype: token ids, and images or sounds where it takes them.
 
     ids: [batch, length]; images: [batch, channels, height, width]; sounds: [batch, mel bins, frames].
 
@@ -41,8 +41,9 @@ def default_example(model: nn.Module, batch: int = 1, length: int = 5) -> dict[s
         )
     if getattr(config, "is_encoder_decoder", False) and vocabulary:
         example["decoder_input_ids"] = torch.randint(vocabulary, (batch, length), generator=generator)
-    device = next(model.parameters()).device
-    example = {name: value.to(device) for name, value in example.items()}
+    first = next(model.parameters())
+    device = first.device
+    example = {k: v.to(device, first.dtype if v.is_floating_point() else v.dtype) for k, v in example.items()}
     return _with_masks(model, example) if device.type == "meta" else example
 
 
@@ -115,9 +116,8 @@ def _image_size(config: Any) -> tuple[int, int, int] | None:
     """(channels, height, width)."""
     vision = getattr(config, "vision_config", None) or config
     size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-    if isinstance(size, int):
-        size = (size, size)
-    return (channels, *size) if isinstance(size, list | tuple) and len(size) == 2 else None
+    height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
+    return (channels, height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
 def _is_dual(model: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,23 @@ def probe(module: nn.Module, width: int) -> Norm | None:
             eps = max(0.0, _TINY**2 * (1 / ratio**2 - 1))
             return Norm(kind, _nominal(module, eps), zero_centered, gain_name, bias_name)  # type: ignore[arg-type]
     return None
+
+
+_OWN = set(vars(nn.Module()))  # what every module has
+_PLAIN = (int, float, str, bool, type(None), torch.Size, torch.dtype)
+
+
+def likeness(module: nn.Module, width: int) -> Any:
+    """Equal for modules that compute the same up to the values of their parameters; None where that is not sure.
+
+    A large model has hundreds of norms and one or two kinds of them, and only the kinds need to be measured.
+    """
+    own = [(name, value) for name, value in sorted(vars(module).items()) if name not in _OWN]
+    plain = all(isinstance(value, _PLAIN) for _, value in own)
+    if not plain or next(module.buffers(), None) is not None or next(module.children(), None) is not None:
+        return None
+    parameters = [(name, p.shape, p.dtype, p.is_meta) for name, p in module.named_parameters()]
+    return type(module), width, tuple(own), tuple(parameters)
 
 
 def gain(module: nn.Module, norm: Norm, width: int) -> Tensor:

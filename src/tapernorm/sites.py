@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tapernorm.inputs import context_length, default_example, run
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
-from tapernorm.probe import Norm, probe
+from tapernorm.probe import Norm, likeness, probe
 from tapernorm.trace import Consumer, Trace, hooks
 
 __all__ = ["NormSite", "context_length", "default_example", "examine", "find_sites", "run"]
@@ -82,6 +82,7 @@ def examine(model: nn.Module, example: Any = None) -> tuple[list[NormSite], str]
 def _probe_all(model: nn.Module, shapes: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Norm | None, int]]:
     """The norms among the modules that ran: TaperNorms, what the probe explains, and what is named a norm."""
     found: dict[str, tuple[Norm | None, int]] = {}
+    known: dict[Any, Norm | None] = {}
     parts = tuple(f"{name}." for name in taper_norms(model))
     for name, args in shapes.items():
         module = model.get_submodule(name)
@@ -93,7 +94,10 @@ def _probe_all(model: nn.Module, shapes: dict[str, tuple[Any, ...]]) -> dict[str
             width = args[0].shape[-1]
             if next(module.children(), None) is not None:
                 continue  # a container, whose parts are looked at one by one, though it be called PreNorm
-            probed = probe(module, width)
+            kind = likeness(module, width)
+            probed = known[kind] if kind in known else probe(module, width)
+            if kind is not None:
+                known[kind] = probed
             if probed is not None or type(module).__name__.lower().endswith("norm"):
                 found[name] = (probed, width)
     return found
