@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from tapernorm import adapters
 from tapernorm.config import TaperConfig, nearest
 from tapernorm.controller import TaperController
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
@@ -116,7 +117,8 @@ def restore_(model: nn.Module) -> nn.Module:
         raise ValueError("the model is not tapered (or is folded already, which cannot be taken back)")
     _put_back(model)
     release(model)
-    vars(model).pop("save_pretrained", None)
+    for part in (model, adapters.unwrapped(model)):
+        vars(part).pop("save_pretrained", None)
     return model
 
 
@@ -131,8 +133,9 @@ def guard_saving(model: Any) -> None:
     transformers' own would write a stock config; from that folder a stock model loads with fresh norms in it, and
     nothing but a warning.
     """
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = functools.partial(_save_as_it_is, model)  # a partial, for deepcopy and pickle
+    for part in {id(m): m for m in (model, adapters.unwrapped(model))}.values():
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained = functools.partial(_save_as_it_is, part)  # a partial, for deepcopy and pickle
 
 
 def _save_as_it_is(model: Any, save_directory: Any, **ignored: Any) -> None:

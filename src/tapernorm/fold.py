@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tapernorm import adapters
 from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
 from tapernorm.sites import NormSite, default_example, examine, run
@@ -181,15 +182,12 @@ def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
     """Fold; returns the names of the biases made and of the heads untied."""
     new_biases, untied = [], []
     for site, module in plan:
-        scale, bias = _fixed_branch(module)
+        fold_into = _forwards if site.removable else _backwards
         for link in _targets(site):
             weight, owner = model.get_parameter(link.weight), model.get_submodule(link.owner)
             w = weight.detach().double().movedim(link.axis, -1)  # [.., D], the other dimensions as they are stored
-            if site.removable:
-                _shift_bias(model, link, None if bias is None else link.factor * (w @ bias), None, new_biases)
-            else:
-                _shift_bias(model, link, bias, lambda b, s=scale, kind=site.kind: _centred(b, kind) * s, new_biases)
-            w = _centred(w * scale, site.kind) if site.removable else _centred(w, site.kind) * scale
+            w, taker, change = fold_into(model, site, link, w, *_fixed_branch(module))
+            new_biases += _change_bias(model, taker, change)
             w = _rounded(w.movedim(-1, link.axis), weight.dtype, link.weight)
             if _is_tied(model, link):
                 setattr(owner, link.weight.rpartition(".")[2], nn.Parameter(w, weight.requires_grad))
@@ -199,6 +197,7 @@ def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
         model.set_submodule(site.name, nn.Identity())
     for name in untied:
         _untie_configs(model, name)
+    adapters.declare_biases(model)
     return new_biases, untied
 
 
@@ -207,21 +206,41 @@ def _centred(w: Tensor, kind: str) -> Tensor:
     return w - w.mean(-1, keepdim=True) if kind == "layer" else w
 
 
-def _shift_bias(
-    model: nn.Module, link: Consumer, shift: Tensor | None, change: Callable[[Tensor], Tensor] | None, made: list[str]
-) -> None:
-    """b' = change(b) + shift in float64; a bias is made where there is none and the shift is not zero."""
-    if link.bias is not None:
-        bias = model.get_parameter(link.bias)
-        new = bias.detach().double()
-        new = new if change is None else change(new)
-        new = new if shift is None else new + shift
-        bias.data.copy_(_rounded(new, bias.dtype, link.bias))
-    elif shift is not None and torch.any(shift != 0):
-        weight, owner = model.get_parameter(link.weight), model.get_submodule(link.owner)
-        rounded = _rounded(shift, weight.dtype, f"{link.owner}.bias")
-        owner.register_parameter("bias", nn.Parameter(rounded, weight.requires_grad))
-        made.append(f"{link.owner}.bias")
+Change = Callable[[Tensor], Tensor]  # of a bias, in float64; it is given zeros where there is none
+
+
+def _forwards(
+    model: nn.Module, site: NormSite, link: Consumer, w: Tensor, scale: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Consumer, Change]:
+    """Into a reader: (W', the linear map whose bias takes up β̃, how). w: [.., D]"""
+    new = _centred(w * scale, site.kind)
+    if bias is None:
+        return new, link, lambda b: b
+    shift = adapters.carried(model, link, link.factor * (w @ bias))
+    return new, adapters.taker(model, link), lambda b: b + shift
+
+
+def _backwards(
+    model: nn.Module, site: NormSite, link: Consumer, w: Tensor, scale: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Consumer, Change]:
+    """Into the linear map that a post-norm reads. w: [.., D], D its outputs."""
+    shift = 0 if bias is None else bias
+    return _centred(w, site.kind) * scale, link, lambda b: _centred(b, site.kind) * scale + shift
+
+
+def _change_bias(model: nn.Module, link: Consumer, change: Change) -> list[str]:
+    """Write a bias anew, rounded once; returns the name of one that had to be made (none is, only to hold zeros)."""
+    weight, owner = model.get_parameter(link.weight), model.get_submodule(link.owner)
+    name = link.bias or f"{link.owner}.bias"
+    if link.bias is not None or isinstance(getattr(owner, "bias", None), nn.Parameter):
+        bias = model.get_parameter(name)
+        bias.data.copy_(_rounded(change(bias.detach().double()), bias.dtype, name))
+        return []
+    made = change(torch.zeros((), dtype=torch.float64, device=weight.device))
+    if not torch.any(made != 0):
+        return []
+    owner.register_parameter("bias", nn.Parameter(_rounded(made, weight.dtype, name), weight.requires_grad))
+    return [name]
 
 
 def _fixed_branch(module: TaperNorm) -> tuple[Tensor, Tensor | None]:
@@ -253,20 +272,22 @@ def _configs(model: nn.Module) -> list[Any]:
     return [holder for holder in holders if hasattr(holder, "tie_word_embeddings")]
 
 
-def _untie_configs(model: Any, name: str) -> None:
+def _untie_configs(model: nn.Module, name: str) -> None:
     """The tie flag goes off in every config that holds it, or the next `tie_weights()` would undo the fold.
 
     Not where other ties remain, as between the embeddings of T5's encoder and decoder: there the model's own table
     of ties, without this one, is what `tie_weights()` goes by.
     """
-    ties = getattr(model, "_tied_weights_keys", None)
+    inner = adapters.unwrapped(model)
+    name = next(n for n, p in inner.named_parameters() if p is model.get_parameter(name))
+    ties = getattr(inner, "_tied_weights_keys", None)
     left = {k: v for k, v in ties.items() if k != name} if isinstance(ties, dict) else {}
     if isinstance(ties, dict):
-        model._tied_weights_keys = left or None
-    if getattr(model, "all_tied_weights_keys", None):
-        model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k != name}
+        inner._tied_weights_keys = left or None
+    if getattr(inner, "all_tied_weights_keys", None):
+        inner.all_tied_weights_keys = {k: v for k, v in inner.all_tied_weights_keys.items() if k != name}
     if not left:
-        for config in _configs(model):
+        for config in _configs(inner):
             config.tie_word_embeddings = False
 
 
@@ -275,13 +296,17 @@ class _Undo:
 
     def __init__(self, model: nn.Module, path: Path, plan: Plan) -> None:
         self.model, self.path, self.plan = model, path, plan
+        self.inner: Any = adapters.unwrapped(model)  # it holds the tables of ties
         links = [link for site, _ in plan for link in _targets(site)]
+        links += [other for link in links if (other := adapters.taker(model, link)) is not link]
         names = {link.weight for link in links} | {link.bias for link in links if link.bias}
         self.parameters = {name: model.get_parameter(name) for name in sorted(names)}
-        self.no_bias = [link.owner for link in links if link.bias is None]
+        # A bias may be made where there is an empty place for one (nowhere else would it be read).
+        owners = {link.owner: model.get_submodule(link.owner) for link in links if link.bias is None}
+        self.no_bias = [name for name, owner in owners.items() if getattr(owner, "bias", None) is None]
         # Those of this object: what it has from its class is not its own to put back.
-        self.attributes = {k: vars(model).get(k) for k in ("_tied_weights_keys", "all_tied_weights_keys")}
-        self.ties = [(config, config.tie_word_embeddings) for config in _configs(model)]
+        self.attributes = {k: vars(self.inner).get(k) for k in ("_tied_weights_keys", "all_tied_weights_keys")}
+        self.ties = [(config, config.tie_word_embeddings) for config in _configs(self.inner)]
         save_file({name: p.detach().contiguous().clone() for name, p in self.parameters.items()}, path)
 
     def __call__(self) -> None:
@@ -294,13 +319,14 @@ class _Undo:
             self.model.get_submodule(name).register_parameter("bias", None)
         for site, module in self.plan:
             self.model.set_submodule(site.name, module)
+        adapters.declare_biases(self.model)
         for config, flag in self.ties:
             config.tie_word_embeddings = flag
         for name, value in self.attributes.items():
             if value is not None:
-                setattr(self.model, name, value)
-            elif name in vars(self.model):
-                delattr(self.model, name)
+                setattr(self.inner, name, value)
+            elif name in vars(self.inner):
+                delattr(self.inner, name)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:

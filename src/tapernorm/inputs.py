@@ -14,7 +14,7 @@ from tapernorm.modules import evaluation
 
 
 def default_example(model: nn.Module, batch: int = 1, length: int = 5) -> dict[str, Any]:
-    """Random inputs for a transformers model, on its device and in its dtype: token ids, and images or sounds where it takes them.
+    """Random inputs for a transformers model, in its dtype: token ids, and images or sounds where it takes them.
 
     ids: [batch, length]; images: [batch, channels, height, width]; sounds: [batch, mel bins, frames].
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from tapernorm import adapters
 from tapernorm.inputs import context_length, default_example, run
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
 from tapernorm.probe import Norm, likeness, probe
@@ -106,6 +107,7 @@ def _probe_all(model: nn.Module, shapes: dict[str, tuple[Any, ...]]) -> dict[str
 def _judge(trace: Trace, name: str, found: tuple[Norm | None, int], escaped: bool) -> NormSite:
     probed, width = found
     links = tuple(trace.links[name].values())
+    links += tuple(twin for link in links for twin in adapters.twins(trace.model, link))
     reason, role = _reason(trace, name, probed, links, escaped), _role(trace, name, links, escaped)
     producer = _producer(trace, name, probed) if role == "post" and probed else ""
     if reason and role in _WHAT:
@@ -151,6 +153,8 @@ def _reason(trace: Trace, name: str, probed: Norm | None, links: tuple[Consumer,
     if not links:
         return "nothing was seen to read its output"
     for link in links:
+        if reason := adapters.refusal(trace.model, trace.ran, name, link):
+            return reason
         parameter = trace.model.get_parameter(link.weight)
         readers = trace.readers[id(parameter)] - {name}
         names = trace.names[id(parameter)]
@@ -160,7 +164,7 @@ def _reason(trace: Trace, name: str, probed: Norm | None, links: tuple[Consumer,
             return f"{link.weight} is shared with {next(n for n in names if n != link.weight)}"
         if probed.bias and (reason := _bias_reason(trace, link)):
             return reason
-        if reason := _idle_sibling(trace, name, link):
+        if reason := _idle_sibling(trace, name, link, links):
             return reason
     return ""
 
@@ -176,7 +180,7 @@ def _bias_reason(trace: Trace, link: Consumer) -> str:
     return f"{link.bias} is also the bias of another weight than {link.weight}" if others else ""
 
 
-def _idle_sibling(trace: Trace, name: str, link: Consumer) -> str:
+def _idle_sibling(trace: Trace, name: str, link: Consumer, links: tuple[Consumer, ...]) -> str:
     """Why the reader may not be the only one: it is one of a list, such as experts, of which some did not run."""
     parts, norm = link.owner.split("."), name.split(".")
     common = 0
@@ -188,6 +192,8 @@ def _idle_sibling(trace: Trace, name: str, link: Consumer) -> str:
             continue
         for key, sibling in group.named_children():
             full = ".".join([*parts[:end], key])
+            if any(f"{other.owner}.".startswith(f"{full}.") for other in links):
+                continue
             if full not in trace.ran and any(True for _ in sibling.parameters()):
                 return f"{full} did not run on the example, and may read it too: pass an example that reaches it"
     return ""
@@ -220,11 +226,13 @@ def _is_head(trace: Trace, link: Consumer) -> bool:
     """Whether the link is the model's output head, which can be untied from the embedding."""
     get = getattr(trace.model, "get_output_embeddings", None)
     head = get() if get else None
-    return head is not None and trace.model.get_submodule(link.owner) is head
+    if head is None:
+        return False
+    return trace.model.get_submodule(link.owner) in (head, getattr(head, "original_module", None))
 
 
 def _role(trace: Trace, name: str, links: tuple[Consumer, ...], escaped: bool) -> Role:
-    weights = {link.weight for link in links}
+    weights = set(trace.links[name])
     if any(_is_head(trace, link) for link in links) or (weights and weights == trace.put_out[name]):
         return "final"
     made_by, others = trace.made_by.get(name, ""), " ".join(trace.others[name])
