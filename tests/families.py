@@ -79,7 +79,7 @@ _ROWS = (
             "layer_types": ["linear_attention", "full_attention"],
         },
         _LLAMA,
-        {"model.layers.*.self_attn.{q_norm,k_norm}": _QK},
+        {**_QK_NORMS, "model.layers.0.linear_attn.norm": "neither an RMS norm nor a layer norm"},
         float32="the delta rule computes in float32",
     ),
     Family("mixtral", "mixtral", _HEADS | {"num_local_experts": 4}, _LLAMA, float32=_ROUTER),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from tapernorm import adapters
 from tapernorm.convert import get_controller, guard_saving, release
-from tapernorm.modules import TaperNorm, evaluation, taper_norms
+from tapernorm.modules import NO_EPS, TaperNorm, evaluation, taper_norms
 from tapernorm.sites import NormSite, default_example, examine, run
 from tapernorm.trace import Consumer, tensors
 
@@ -194,7 +194,9 @@ def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
                 untied.append(link.weight)
             else:
                 weight.data.copy_(w)
-        model.set_submodule(site.name, nn.Identity())
+        gone: Any = nn.Identity()
+        gone.eps = NO_EPS
+        model.set_submodule(site.name, gone)
     for name in untied:
         _untie_configs(model, name)
     adapters.declare_biases(model)

@@ -39,7 +39,7 @@ PRODUCTS = {
 }  # fmt: skip
 EMBEDDINGS = {"embedding", "conv1d", "conv2d", "conv3d"}
 ATTENTION = "multi_head_attention_forward"  # torch's own, one operation to a trace
-STREAMS = {"embedding", "residual", "norm"}
+STREAMS = {"input", "embedding", "residual", "norm"}
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

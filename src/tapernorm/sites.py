@@ -8,6 +8,7 @@ of classes and modules decide nothing: `post_attention_layernorm` is a pre-norm 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ def examine(model: nn.Module, example: Any = None) -> tuple[list[NormSite], str]
             run(model, inputs)
         norms = _probe_all(model, shapes)
         trace = Trace(model, set(norms))
+        trace.start(inputs)
         with trace.watch(), trace:
             output = run(model, inputs)
     escaped = trace.finish(output)
@@ -91,17 +93,24 @@ def _probe_all(model: nn.Module, shapes: dict[str, tuple[Any, ...]]) -> dict[str
             found[name] = (module.probed, module.width)
         elif name.startswith(parts):
             continue
-        elif len(args) == 1 and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].dim() > 1:
+        elif args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].dim() > 1:
             width = args[0].shape[-1]
             if next(module.children(), None) is not None:
                 continue  # a container, whose parts are looked at one by one, though it be called PreNorm
-            kind = likeness(module, width)
-            probed = known[kind] if kind in known else probe(module, width)
-            if kind is not None:
-                known[kind] = probed
-            if probed is not None or type(module).__name__.lower().endswith("norm"):
+            probed = None
+            if len(args) == 1:  # what takes more than the stream, such as a gate, is no norm alone
+                kind = likeness(module, width)
+                probed = known[kind] if kind in known else probe(module, width)
+                if kind is not None:
+                    known[kind] = probed
+            if probed is not None or _is_called_norm(module):
                 found[name] = (probed, width)
     return found
+
+
+def _is_called_norm(module: nn.Module) -> bool:
+    """Such as RMSNorm, RMSNormGated, LayerNorm1P."""
+    return re.search(r"Norm(Gated|\d\w*)?\Z|norm\Z", type(module).__name__) is not None
 
 
 def _judge(trace: Trace, name: str, found: tuple[Norm | None, int], escaped: bool) -> NormSite:

@@ -81,6 +81,12 @@ class Trace(TorchFunctionMode):
         self.activations = WeakTensorKeyDictionary()  # what depends on the model's inputs
         self.narrowed = ""  # where a float64 model first computed in a narrower type
 
+    def start(self, inputs: Any) -> None:
+        """What comes in as numbers is the beginning of a residual stream."""
+        for tensor in tensors(inputs):
+            if tensor.is_floating_point():
+                self._remember(tensor, self.maker, "input")
+
     def finish(self, output: Any) -> set[str]:
         """Look at what the model put out; returns the norms whose own output is among it."""
         outputs = [id(tensor) for tensor in tensors(output)]
@@ -173,13 +179,13 @@ class Trace(TorchFunctionMode):
             self.readers[weight] |= sources or {name if name == "embedding" else ""}
             self.uses[weight] += 1
         for tensor in given:
-            if id(tensor) in self.names and tensor.dim() == 1:
+            if id(tensor) in self.names and tensor.dim() == 1 and name != ops.ATTENTION:
                 self.added_to[id(tensor)] |= weights
 
     def _follow_makers(self, name: str, args: Any, given: list[Tensor], output: Any) -> None:
         """What kind of operation made a tensor: a linear map, an embedding, or a sum into the residual stream."""
         known = [self.maker[id(t)] for t in given if id(t) in self.maker]
-        if name in ops.PRODUCTS:
+        if name in ops.PRODUCTS or name == ops.ATTENTION:
             made = "linear"
         elif name in ops.EMBEDDINGS:
             made = "embedding"
@@ -329,11 +335,19 @@ class Trace(TorchFunctionMode):
 
 @contextlib.contextmanager
 def hooks(model: nn.Module, before: Any, after: Any = None) -> Iterator[None]:
+    """Call `before(name, inputs)` and `after(name, inputs, output)` around every module's forward."""
+
+    def enter(name: str) -> Any:
+        return lambda module, args, kwargs: (before(name, (*args, *kwargs.values())), None)[1]
+
+    def leave(name: str) -> Any:
+        return lambda module, args, output: (after(name, args, output), None)[1]
+
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda m, args, name=name: before(name, args) and None))
+        handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
         if after is not None:
-            handles.append(module.register_forward_hook(lambda m, args, out, name=name: after(name, args, out)))
+            handles.append(module.register_forward_hook(leave(name)))
     try:
         yield
     finally:
