@@ -77,6 +77,8 @@ def axes_of(
 ) -> list[tuple[int | None, ...]]:
     """Which dimension of a parameter each dimension of a view is, told by doing the same to an empty tensor whose
     sizes are all different. None for a dimension that is cut or new, or when it cannot be told."""
+    if not axes:
+        return [()] * count
     sizes = [prime * (max(args[0].shape) + 1) for prime in (7, 11, 13, 17, 19)[: len(axes)]]
     known = dict(zip(sizes, axes, strict=False))
     blank = torch.empty(1, device="meta", dtype=args[0].dtype).expand(sizes)
@@ -91,6 +93,8 @@ def axes_of(
     except (RuntimeError, IndexError, NotImplementedError, TypeError):
         made = []
     found = [tuple(known.get(size) for size in view.shape) for view in made]
+    if found and len(found) != count and len(set(found)) == 1:  # as many pieces as there are numbers in a dimension
+        return found[:1] * count
     return found if len(found) == count else [()] * count
 
 
