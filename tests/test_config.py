@@ -41,7 +41,7 @@ REFUSED = [
     ({"keep": (3,)}, "keep=.*3"),
     ({"prefix": 5}, "prefix=5 must be a sequence"),
     ({"fixed": "linear"}, "fixed='linear' is not available"),
-    ({"post": True}, "post=True is not available"),
+    ({"post": 1}, "post=1 must be True or False"),
     ({"prefix": (1, 2, 3, 4, 5)}, "at most 4 token ids"),
     ({"prefix": (-1,)}, "none below 0"),
     ({"uniformity_weight": 0.1}, "uniformity_weight=0.1 is not available"),

@@ -347,7 +347,7 @@ def test_a_failed_check_undoes_everything(row, arm, training, monkeypatch):
     wanted = logits(model.eval())
     model.train(training)
 
-    def fail(before, after):
+    def fail(before, after, narrowed):
         assert not taper_norms(model)  # it is folded at this moment
         raise fold.FoldError("no")
 

@@ -186,9 +186,9 @@ def test_a_fresh_process_loads_the_folders(processes, start):
 
 def test_the_auto_table_gets_a_rule_and_no_entries():
     table = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    assert "tapernorm_opt" in table and "tapernorm_nonesuch" not in table and "tapernorm_" not in table
-    assert "tapernorm_opt" not in set(table)
-    assert table["tapernorm_opt"].__name__ == "TaperNormOPTConfig"
+    assert "tapernorm_pegasus" in table and "tapernorm_nonesuch" not in table and "tapernorm_" not in table
+    assert "tapernorm_pegasus" not in set(table)
+    assert table["tapernorm_pegasus"].__name__ == "TaperNormPegasusConfig"
     with pytest.raises(KeyError):
         table["tapernorm_nonesuch"]
 

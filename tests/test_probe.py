@@ -1,6 +1,7 @@
 """The probe: what a norm computes, whatever it is called, and what is no norm."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tapernorm.probe import Norm, gain, probe
+from tapernorm.probe import Norm, gain, likeness, probe
 from zoo import D
 
 
@@ -204,3 +205,76 @@ def test_the_gain_is_wide():
     assert gain(module, found, D).dtype == torch.float32
     assert torch.equal(gain(module, found, D), torch.full((D,), 1 + 2**-10))  # would be 1 in bfloat16
     assert gain(module.double(), found, D).dtype == torch.float64
+
+
+# Norms of anybody's making
+
+
+class Own(nn.Module):
+    """A class and attributes of any name."""
+
+    def __init__(self, eps=None, buffer=None, shape=(D,), gain="alpha", shift=None, centred=False):
+        super().__init__()
+        self.tiny, self.centred, self.names = eps, centred, (gain, shift)
+        for name in (gain, shift):
+            if name:
+                self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        if buffer is not None:
+            self.register_buffer("smallest", torch.tensor(buffer))
+
+    def forward(self, x):
+        eps = (
+            self.smallest if hasattr(self, "smallest") else torch.finfo(x.dtype).eps if self.tiny is None else self.tiny
+        )
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        gain, shift = (getattr(self, name) if name else None for name in self.names)
+        x = x if gain is None else x * gain
+        return x if shift is None else x + shift
+
+
+OWN = {
+    "another-name": (Own(eps=3e-5), Norm("rms", 3e-5, False, "alpha", None)),
+    "buffer": (Own(buffer=2e-5), Norm("rms", 2e-5, False, "alpha", None)),
+    "zero": (Own(eps=0.0), Norm("rms", 0.0, False, "alpha", None)),
+    "two-of-any-name": (Own(eps=1e-5, shift="zeta"), Norm("rms", 1e-5, False, "alpha", "zeta")),
+    "names-that-mislead": (
+        Own(eps=1e-5, gain="bias", shift="weight", centred=True), Norm("layer", 1e-5, False, "bias", "weight"),
+    ),
+    "shift-alone": (Own(eps=1e-5, gain=None, shift="bias"), Norm("rms", 1e-5, False, None, "bias")),
+    "leading-ones": (Own(eps=1e-5, shape=(1, 1, D), shift="beta"), Norm("rms", 1e-5, False, "alpha", "beta")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_norms_of_anybodys_making(name):
+    module, wanted = OWN[name]
+    found = probe(module, D)
+    assert found is not None
+    assert dataclasses.replace(found, eps=wanted.eps) == wanted
+    assert found.eps == pytest.approx(wanted.eps, rel=1e-6)
+    assert gain(module, found, D).shape == (D,)
+
+
+def test_an_eps_that_is_none():
+    found = probe(Own(), D)
+    assert found is not None and found.eps == pytest.approx(torch.finfo(torch.float32).eps, rel=1e-2)
+
+
+def test_an_eps_that_nobody_knows():
+    """A buffer on the meta device has no value."""
+    assert probe(Own(buffer=2e-5).to("meta"), D) is None
+    assert probe(Own(eps=2e-5).to("meta"), D) == Norm("rms", 2e-5, False, "alpha", None)
+
+
+def test_what_is_alike():
+    assert likeness(nn.LayerNorm(D), D) == likeness(nn.LayerNorm(D), D) is not None
+    assert likeness(LlamaRMSNorm(D), D) == likeness(LlamaRMSNorm(D), D) is not None
+    others = [nn.LayerNorm(D, eps=1e-3), nn.LayerNorm(D, bias=False), nn.LayerNorm(D, device="meta"), nn.RMSNorm(D)]
+    assert len({likeness(norm, D) for norm in [nn.LayerNorm(D), *others]}) == 5
+    assert likeness(nn.LayerNorm(D), D + 1) != likeness(nn.LayerNorm(D), D)
+    assert likeness(Own(buffer=1e-5), D) is None  # its value is not looked at
+    assert likeness(nn.Sequential(nn.LayerNorm(D)), D) is None
+    patched = nn.LayerNorm(D)
+    patched.forward = lambda x: x
+    assert likeness(patched, D) is None

@@ -385,3 +385,101 @@ def test_the_default_example_fits_a_short_context():
     row = next(row for row in ROWS if row.name == "gpt2")
     assert default_example(row.build(n_positions=3))["input_ids"].shape == (1, 3)
     assert len(find_sites(row.build(n_positions=3))) == len(row.sites)
+
+
+# Readers that one forward may not show
+
+
+class Experts(nn.Module):
+    """A list of linear maps, of which a token takes one."""
+
+    def __init__(self, container=nn.ModuleList):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = PlainNorm(D)
+        maps = [nn.Linear(D, D) for _ in range(3)]
+        self.experts = container({str(i): m for i, m in enumerate(maps)} if container is nn.ModuleDict else maps)
+        self.down = nn.Linear(D, D)
+
+    def forward(self, x, which=(0, 1)):
+        y = self.norm(x)
+        items = list(self.experts.values() if isinstance(self.experts, nn.ModuleDict) else self.experts)
+        return x + self.down(torch.stack([items[i](y) for i in which]).sum(0).relu())
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+def test_an_expert_that_did_not_run(container):
+    (site,) = find_sites(Experts(container), {"x": X})
+    assert not site.removable
+    assert site.reason == ("experts.2 did not run on the example, and may read it too: pass an example that reaches it")
+    (site,) = find_sites(Experts(container), {"x": X, "which": (2, 0, 1)})
+    assert site.removable
+    assert len(site.consumers) == 3
+
+
+def test_unknown_readers_are_refused_by_their_type():
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(D, D))
+
+        def forward(self, x):
+            return torch.fft.rfft(x @ self.weight).real
+
+    model = Toy(lambda m, x: x.sum() + m.spectral(m.norm(x)).sum())
+    model.spectral = Spectral()
+    assert "matmul" not in refusals(model, X)["norm"]  # it has a bias, for which there is no place
+    assert "spectral.weight (Spectral) has none that could take it up" in refusals(model, X)["norm"]
+    model = Toy(lambda m, x: x + m.conv1(m.norm(x).mT).mT)
+    model.conv1 = nn.Conv1d(D, D, 1)
+    assert "takes the features apart" in refusals(model, X)["norm"]
+    model = Toy(lambda m, x: x + m.bilinear(m.norm(x), x))
+    model.bilinear = nn.Bilinear(D, D, D)
+    assert "bilinear in bilinear (Bilinear)" in refusals(model, X)["norm"]
+
+
+def test_a_stack_of_experts():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.weight = PlainNorm(D), nn.Parameter(torch.randn(3, D, D))
+            self.down = nn.Linear(D, D)
+
+        def forward(self, x):
+            y = self.norm(x).flatten(0, 1)
+            return x + self.down(self.read(y).relu()).view_as(x)
+
+    ways = {
+        "loop": (lambda m, y: sum(F.linear(y, m.weight[i]) for i in range(3)), 2),
+        "loop-transposed": (lambda m, y: sum(y @ m.weight[torch.tensor(i)] for i in range(3)), 1),
+        "unbound": (lambda m, y: sum(y @ w.mT for w in m.weight.unbind(0)), 2),
+        "batched": (lambda m, y: torch.bmm(y.unsqueeze(0).expand(3, -1, -1), m.weight).sum(0), 1),
+        "batched-transposed": (lambda m, y: (y.unsqueeze(0) @ m.weight.transpose(1, 2)).sum(0), 2),
+        "chosen": (lambda m, y: torch.bmm(m.weight[torch.arange(len(y)) % 3], y.unsqueeze(-1)).squeeze(-1), 2),
+    }
+    for name, (read, axis) in ways.items():
+        model = Stack()
+        model.read = lambda y, read=read, model=model: read(model, y)
+        (site,) = find_sites(model, X)
+        assert (site.reason, [link.axis for link in site.links]) == ("", [axis]), name
+    model.read = lambda y: torch.bmm(model.weight[:1], y.unsqueeze(-1)[:1]).squeeze(-1) * y
+    assert find_sites(model, X)[0].reason
+
+
+def test_a_number_on_the_way():
+    """T5 scales the last norm's output down before its head."""
+    model = Toy(lambda m, x: x + m.down(m.up(m.norm(x) * 0.5 / 3).relu()))
+    (site,) = find_sites(model, X)
+    assert site.removable and site.links[0].factor == pytest.approx(0.5 / 3)
+    model = Toy(lambda m, x: x + m.down((m.up(y := m.norm(x)) + m.up(2 * y)).relu()))
+    assert "reads it in two ways" in refusals(model, X)["norm"]
+    model = Toy(lambda m, x: x + m.down(m.up(m.norm(x) + 1).relu()))
+    assert "also read by add" in refusals(model, X)["norm"]
+    model = Toy(lambda m, x: x + m.down(m.up(1 / m.norm(x)).relu()))
+    assert "norm" in refusals(model, X)
+
+
+def test_a_mean_over_tokens():
+    (site,) = find_sites(Toy(lambda m, x: m.head(m.norm(x).mean(1))), X)
+    assert (site.role, site.removable) == ("final", True)
+    assert "mean" in refusals(Toy(lambda m, x: m.head(m.norm(x).mean(-1))), SQUARE)["norm"]

@@ -259,6 +259,9 @@ REMOVABLE: dict[str, tuple[Callable[[Any, Tensor], Any], tuple[str, ...]]] = {
     "widened": (_residual(lambda m, y: m.up(y.unsqueeze(1).expand(-1, 3, -1, -1)).sum(1)), ("up.weight",)),
     "cast": (_residual(lambda m, y: m.up(y.double().to(m.up.weight.dtype))), ("up.weight",)),
     "dropout": (_residual(lambda m, y: m.up(m.drop(y).clone().contiguous())), ("up.weight",)),
+    "scaled": (_residual(lambda m, y: m.up(0.5 * y / 3)), ("up.weight",)),
+    "averaged": (_residual(lambda m, y: m.up(y.mean(1, keepdim=True))), ("up.weight",)),
+    "repeated": (_residual(lambda m, y: m.up(y.repeat_interleave(2, 0))[::2]), ("up.weight",)),
     "output-in-a-nest": (lambda m, x: {"a": [x + m.down(m.up(m.norm(x)).relu())]}, ("up.weight",)),
 }  # fmt: skip
 

@@ -48,23 +48,12 @@ def _main(
 @app.command()
 def inspect(model: o.Model, as_json: o.Json = False, config: o.Config = None) -> None:
     """List the norms of a model: what each computes, who reads it, whether it can go and why not."""
-    from tapernorm import find_sites, from_pretrained
+    from tapernorm.inspection import as_rows, inspect_source, table
 
-    loaded, _ = from_pretrained(model)
-    sites = find_sites(loaded)
-    if not sites:
-        raise ValueError(f"{model}: no normalization layers were found in {type(loaded).__name__}")
-    fields = ("name", "kind", "role", "removable", "reason", "consumers")
-    rows = [{field: getattr(site, field) for field in fields} for site in sites]
+    model_type, sites = inspect_source(model)
     if as_json:
-        return _print_json({"model_type": loaded.config.model_type, "sites": rows})
-    from rich.table import Table
-
-    table = Table("norm", "kind", "role", "can go", "read by", title=f"{model}: {len(sites)} norms")
-    for site in sites:
-        readers = ", ".join(name.removesuffix(".weight").rpartition(".")[2] for name in site.consumers)
-        table.add_row(site.name, site.kind, site.role, "yes" if site.removable else "no", site.reason or readers)
-    _console().print(table)
+        return _print_json({"model_type": model_type, "sites": as_rows(sites)})
+    _console().print(table(model, sites))
     removable = [site for site in sites if site.removable]
     print(f"{len(removable)} of {len(sites)} norms can go, {sum(s.role == 'final' for s in removable)} of them final")
     return None
@@ -388,7 +377,7 @@ def _print_json(value: Any) -> None:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console()
+    return Console(width=None if sys.stdout.isatty() else 120)  # a pipe or a file has no width, and rich would take 80
 
 
 def main() -> None:

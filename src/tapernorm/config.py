@@ -61,7 +61,8 @@ class TaperConfig:
         anchor: `"absolute"`, λ·E[(s − s_tgt)²], or `"relative"`, λ·E[(s/s_tgt − 1)²].
         anchor_weight: λ. None means 0.1 for `arm="all"` and 0 for `arm="internal"`; 0 turns the anchor off.
         keep: glob patterns of norms to leave alone, matched against full module names.
-        post: also taper sandwich post-norms; not available yet.
+        post: also taper sandwich post-norms, the norms of a block's output (Gemma 2, OLMo 2, GLM-4). They are folded
+            backwards, into the rows of the linear map that they read.
         prefix: 1 to 4 token ids whose keys and values become constants in front of every text, before anything is
             tapered (`tapernorm.prefix`); `tapernorm.find_prefix` proposes them.
         uniformity_weight: weight of the uniformity loss (log r·c)²; only 0 so far.
@@ -104,6 +105,8 @@ class TaperConfig:
         weight = self.anchor_weight
         if weight is not None and (not _is_number(weight) or not 0 <= weight < float("inf")):
             raise ValueError(f"anchor_weight={weight!r} must be None or a finite number, at least 0")
+        if not isinstance(self.post, bool):
+            raise ValueError(f"post={self.post!r} must be True or False")
         if not _is_number(self.massive_ratio) or not self.massive_ratio > 1:
             raise ValueError(f"massive_ratio={self.massive_ratio!r} must be a number above 1: it multiplies a median")
         for field, of in (("keep", str), ("prefix", int)):
@@ -116,7 +119,6 @@ class TaperConfig:
         """An option that would be ignored is worse than one that is missing."""
         missing = {
             "fixed": self.fixed != "diagonal",
-            "post": self.post,
             "uniformity_weight": self.uniformity_weight != 0,
             "cap": self.cap is not None,
         }

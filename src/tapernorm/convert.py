@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from tapernorm import adapters
 from tapernorm.config import TaperConfig, nearest
 from tapernorm.controller import TaperController
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
@@ -31,9 +32,10 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
         The controller. Call its `step()` once after every optimizer step; `get_controller(model)` finds it again.
 
     Raises:
-        ValueError: nothing can go, a `keep` pattern matches no norm, `arm="all"` with a final norm that cannot go,
-            an anchor without a final norm, a model that is tapered already, one whose own code looks into its norms,
-            or one that cannot hold the prefix (see `attach_prefix`). The model is untouched then.
+        ValueError: nothing can go, a `keep` pattern matches no norm, `post=True` without post-norms,
+            `arm="all"` with a final norm that cannot go, an anchor without a final norm, a model that is tapered
+            already, one whose own code looks into its norms, or one that cannot hold the prefix (see
+            `attach_prefix`). The model is untouched then.
     """
     config = config or TaperConfig()
     if taper_norms(model):
@@ -48,8 +50,9 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
         )
     for site in chosen:
         assert site.probed is not None  # choose() takes removable sites only
-        norm, reader = model.get_submodule(site.name), model.get_parameter(site.links[0].weight)
-        model.set_submodule(site.name, TaperNorm(norm, site.probed, site.width, like=reader))
+        neighbour = site.links[0] if site.removable or site.producer is None else site.producer
+        like = model.get_parameter(neighbour.weight)
+        model.set_submodule(site.name, TaperNorm(model.get_submodule(site.name), site.probed, site.width, like=like))
     try:
         with evaluation(model):
             run(model, default_example(model) if example is None else example)
@@ -83,6 +86,8 @@ def choose(sites: list[NormSite], config: TaperConfig) -> list[NormSite]:
     for pattern in config.keep:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"keep={pattern!r} matches none of the model's norms{nearest(pattern, names)}")
+    if config.post and not any(site.role == "post" for site in sites):
+        raise ValueError("post=True, but the model has no post-norms; leave post out")
     roles = ("internal", "final") if config.arm == "all" else ("internal",)
     final = [site for site in sites if site.role == "final"]
     wanted = [site for site in sites if not any(fnmatch.fnmatch(site.name, p) for p in config.keep)]
@@ -90,7 +95,11 @@ def choose(sites: list[NormSite], config: TaperConfig) -> list[NormSite]:
         for site in final:
             if not site.removable and site in wanted:
                 raise ValueError(f'arm="all" takes the final norm too, but {site.name} cannot go: {site.reason}')
-    chosen = [site for site in wanted if site.removable and site.role in roles]
+    chosen = [
+        site
+        for site in wanted
+        if (site.removable and site.role in roles) or (config.post and site.producer is not None)
+    ]
     if not chosen:
         default = "all are kept by keep=..."
         if any(site.removable and site.role == "final" for site in wanted):
@@ -120,7 +129,8 @@ def restore_(model: nn.Module) -> nn.Module:
     release(model)
     if prefix_of(model):
         detach_prefix(model)
-    vars(model).pop("save_pretrained", None)
+    for part in (model, adapters.unwrapped(model)):
+        vars(part).pop("save_pretrained", None)
     return model
 
 
@@ -135,8 +145,9 @@ def guard_saving(model: Any) -> None:
     transformers' own would write a stock config; from that folder a stock model loads with fresh norms in it, and
     nothing but a warning.
     """
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = functools.partial(_save_as_it_is, model)  # a partial, for deepcopy and pickle
+    for part in {id(m): m for m in (model, adapters.unwrapped(model))}.values():
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained = functools.partial(_save_as_it_is, part)  # a partial, for deepcopy and pickle
 
 
 def _save_as_it_is(model: Any, save_directory: Any, **ignored: Any) -> None:

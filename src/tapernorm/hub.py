@@ -31,7 +31,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from tapernorm import _folder, llama2c
@@ -224,6 +224,27 @@ def from_pretrained(
     return model.eval(), tokenizer
 
 
+def skeleton(source: str | os.PathLike[str]) -> Any:
+    """The model of a folder or hub id on the meta device: its config is read, no weights. None for a file.
+
+    Raises:
+        ValueError: as `from_pretrained`.
+    """
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if path.suffix in (".bin", ".gguf") and path.is_file():
+        return None
+    place = _place(text, path)
+    with _explained(place):
+        config = copy.deepcopy(AutoConfig.from_pretrained(place))
+        if getattr(config, "tapered", None) is not None:  # its norms are still there
+            config.tapered = None
+        model_class = _model_class(config)
+        build = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
+        with torch.device("meta"):
+            return build(config, dtype=torch.bfloat16).eval()
+
+
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return None if dtype == "auto" else dtype
@@ -277,20 +298,24 @@ def _reason(place: str, error: Exception) -> str:
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the checkpoint names; the causal language model when it names none, or a body without head."""
+    """The class that the checkpoint names; the causal language model when it names none, or a stock body without
+    head (as many a hub repository of whole models does)."""
     base_type = config.model_type.removeprefix(modeling.TYPE_PREFIX)
     body = modeling.heads(base_type).get("AutoModel") if type(config) in AutoModelForCausalLM._model_mapping else None
     for name in config.architectures or ():
         ours = name.startswith(modeling.PREFIX)
         known = getattr(modeling if ours else transformers, name, None)
         if isinstance(known, type) and getattr(known, "config_class", None) is type(config):
-            return AutoModelForCausalLM if name.removeprefix(modeling.PREFIX) == body else known
+            return AutoModelForCausalLM if name == body else known
+    if type(config) in AutoModel._model_mapping and type(config) not in AutoModelForCausalLM._model_mapping:
+        return AutoModel
     return AutoModelForCausalLM
 
 
 def _whole(config: Any, place: str, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     model_class = _model_class(config)
-    trusted = {"trust_remote_code": trust_remote_code} if model_class is AutoModelForCausalLM else {}
+    autos = (AutoModel, AutoModelForCausalLM)
+    trusted = {"trust_remote_code": trust_remote_code} if model_class in autos else {}
     with _explained(place):
         # The class reads config.json again: the config above bears traces of the Auto class.
         loaded: Any = model_class.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **trusted)

@@ -23,7 +23,7 @@ import functools
 import json
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import transformers
@@ -233,7 +233,7 @@ def share_conversions(old, new):
 
 
 def guard_field_of(stock):
-    """The field that holds the sentence: the epsilon, or else a whole number.
+    """The field that holds the sentence: the epsilon, or else a whole number, or else any number.
 
     Never one that the checks of `PreTrainedConfig` itself read, such as vocab_size: AutoTokenizer and Trainer parse
     config.json with that bare class."""
@@ -242,7 +242,9 @@ def guard_field_of(stock):
     ]
     kinds = {field: stock.__dataclass_fields__[field].type for field in own}
     epsilons = [field for field in own if re.search(r"(eps|epsilon)\Z", field)]
-    return next(iter(epsilons + [field for field in own if kinds[field] in (int, "int")]))
+    whole = [field for field in own if kinds[field] in (int, "int")]
+    numbers = [field for field in own if set(get_args(kinds[field]) or (kinds[field],)) <= {int, float, type(None)}]
+    return next(iter(epsilons + whole + numbers))
 
 
 def make_config(name, stock):
@@ -307,7 +309,8 @@ def register_models(config_class):
     config_class.register_for_auto_class()
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for auto_name, stock in heads(config_class.base_model_type).items():
-        if isinstance(getattr(transformers, stock, None), type):
+        # A table may name a class of another family, which has a config of its own.
+        if getattr(getattr(transformers, stock, None), "config_class", None) is config_class.stock_class:
             model_class = get_class(PREFIX + stock)
             getattr(modeling_auto, auto_name).register(config_class, model_class, exist_ok=True)
             model_class.register_for_auto_class(auto_name)

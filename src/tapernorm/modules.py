@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from tapernorm.probe import Norm, gain
 
 Path = Literal["exact", "mixed", "fixed"]
+# nn.TransformerEncoderLayer reads the epsilons of its norms, and where they are equal also the gains: it then computes
+# the norms itself, past their modules. This one is equal to no other.
+NO_EPS = float("nan")
 
 
 class FixedScale(nn.Module):
@@ -97,12 +100,13 @@ class TaperNorm(nn.Module):
         self.probed = probed
         self.width = width
         g = gain(norm, probed, width)
-        bias = getattr(norm, probed.bias) if probed.bias else None
+        bias = getattr(norm, probed.bias).reshape(width) if probed.bias else None
         own = next(norm.parameters(), g if like is None else like)
         fixed = FixedScale(g.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
         self.fixed_norm: FixedScale | FixedLinear = fixed
         self.register_buffer("gate", torch.ones(1, dtype=torch.float32, device=own.device))
         self.path: Path = "exact"
+        self.eps = NO_EPS
         # Set by the controller while statistics are gathered; called with the input of every training forward.
         self.observer: Callable[[Tensor], None] | None = None
         self.train(norm.training)
@@ -133,7 +137,9 @@ class TaperNorm(nn.Module):
         else:
             shift = torch.zeros_like(k)
             if fixed.bias is not None:
-                shift = (gate * getattr(self.norm, str(self.probed.bias)) + (1 - gate) * fixed.bias).to(x.dtype)
+                shift = (
+                    gate * getattr(self.norm, str(self.probed.bias)).reshape(self.width) + (1 - gate) * fixed.bias
+                ).to(x.dtype)
             y = _MixCentred.apply(x, a, k, shift, self.probed.eps)
         return y.to(torch.promote_types(h.dtype, fixed.weight.dtype))
 

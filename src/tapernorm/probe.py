@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Literal
+import itertools
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,8 @@ def probe(module: nn.Module, width: int) -> Norm | None:
         module: a module without submodules that maps [..., width] to [..., width].
         width: size of the last dimension of its input.
     """
-    names = _parameter_names(module, width)
-    if names is None:
-        return None
-    gain_name, bias_name = names
-    twin = _cpu_twin(module)
+    pairs = _parameter_names(module, width)
+    twin = _cpu_twin(module) if pairs else None
     if twin is None:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -56,10 +54,10 @@ def probe(module: nn.Module, width: int) -> Norm | None:
 
     parameters = dict(twin.named_parameters())
     for parameter in parameters.values():
-        parameter.copy_(0.3 * normal(width) + 0.7)
+        parameter.copy_((0.3 * normal(width) + 0.7).view(parameter.shape))
     dtype = next((p.dtype for p in parameters.values()), torch.float32)
-    w = parameters[gain_name].double() if gain_name else torch.ones(width, dtype=torch.float64)
-    b = parameters[bias_name].double() if bias_name else torch.zeros(width, dtype=torch.float64)
+    values = {name: parameter.double().reshape(-1) for name, parameter in parameters.items()}
+    blank = torch.zeros(width, dtype=torch.float64)
 
     # Large inputs with a mean of their own: eps vanishes, and a layer norm differs from an RMS norm.
     large = 1e3 * (normal(*_TOKENS, width) + 0.5)
@@ -68,7 +66,8 @@ def probe(module: nn.Module, width: int) -> Norm | None:
         return None
     units = {"rms": _unit(large), "layer": _unit(large - large.mean(-1, keepdim=True))}
     for kind, unit in units.items():
-        for zero_centered in (False, True) if gain_name else (False,):
+        for gain_name, bias_name, zero_centered in pairs:
+            w, b = values.get(gain_name or "", 1 - blank), values.get(bias_name or "", blank)
             gain = 1 + w if zero_centered else w
             wanted = unit * gain + b
             if (measured - wanted).abs().max() > 1e-4 * wanted.abs().max():
@@ -88,31 +87,48 @@ def probe(module: nn.Module, width: int) -> Norm | None:
     return None
 
 
+_OWN = set(vars(nn.Module()))  # what every module has
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+def likeness(module: nn.Module, width: int) -> Any:
+    """Equal for modules that compute the same up to the values of their parameters; None where that is not sure.
+
+    A large model has hundreds of norms and one or two kinds of them, and only the kinds need to be measured.
+    """
+    own = [(name, value) for name, value in sorted(vars(module).items()) if name not in _OWN]
+    parts = [part for _, value in own for part in (value if isinstance(value, tuple) else (value,))]
+    plain = all(isinstance(part, _PLAIN) for part in parts)
+    if not plain or next(module.buffers(), None) is not None or next(module.children(), None) is not None:
+        return None
+    parameters = [(name, p.shape, p.dtype, p.is_meta) for name, p in module.named_parameters()]
+    return type(module), width, tuple(own), tuple(parameters)
+
+
 def gain(module: nn.Module, norm: Norm, width: int) -> Tensor:
     """γ of a norm, in float32 or wider: its weight, one plus its weight, or ones. [width]"""
     weight = getattr(module, norm.gain) if norm.gain else None
     if weight is None:
         anchor = next(module.parameters(), torch.empty(0))
         return torch.ones(width, device=anchor.device)
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    wide = weight.reshape(width).to(torch.promote_types(weight.dtype, torch.float32))
     return 1 + wide if norm.zero_centered else wide
 
 
-def _parameter_names(module: nn.Module, width: int) -> tuple[str | None, str | None] | None:
-    """(gain, bias) if the module's parameters can be those of a norm of this width, else None."""
+def _parameter_names(module: nn.Module, width: int) -> list[tuple[str | None, str | None, bool]]:
+    """Every (gain, bias, whether one is added to the gain) that the module's parameters can be. Names do not count."""
     if next(module.children(), None) is not None:
-        return None
-    gain_name = bias_name = None
+        return []
+    names = []
     for name, parameter in module.named_parameters():
-        if tuple(parameter.shape) != (width,):
-            return None
-        if "bias" in name or name in ("beta", "b"):
-            bias_name, other = name, bias_name
-        else:
-            gain_name, other = name, gain_name
-        if other is not None:
-            return None
-    return gain_name, bias_name
+        if parameter.numel() != width or parameter.shape[-1] != width:
+            return []
+        names.append(name)
+    found: list[tuple[str | None, str | None, bool]] = []
+    for gain_name, bias_name in itertools.permutations([*names, *[None] * (2 - len(names))], 2):
+        if {gain_name, bias_name} >= set(names):
+            found += [(gain_name, bias_name, one) for one in ((False, True) if gain_name else (False,))]
+    return list(dict.fromkeys(found))
 
 
 def _cpu_twin(module: nn.Module) -> nn.Module | None:
@@ -123,7 +139,9 @@ def _cpu_twin(module: nn.Module) -> nn.Module | None:
         return None
     for hooks in (twin._forward_hooks, twin._forward_pre_hooks, twin._backward_hooks):
         hooks.clear()
-    on_meta = any(t.is_meta for t in [*twin.parameters(), *twin.buffers()])
+    if any(buffer.is_meta for buffer in twin.buffers()):  # an eps, say, of which nobody knows the value
+        return None
+    on_meta = any(t.is_meta for t in twin.parameters())
     twin = twin.to_empty(device="cpu") if on_meta else twin.cpu()
     dtypes = {p.dtype for p in twin.parameters()}
     return (twin if dtypes == {torch.float64} else twin.float()).eval()
@@ -151,7 +169,8 @@ def _nominal(module: nn.Module, measured: float) -> float:
     """The number that the module was given, where one of its attributes agrees with the measurement."""
     if measured < 1e-3 * _TINY**2:
         return 0.0
-    for value in vars(module).values():
+    numbers = [float(buffer) for buffer in module.buffers() if buffer.numel() == 1 and not buffer.is_meta]
+    for value in [*vars(module).values(), *numbers]:
         if isinstance(value, float) and abs(value - measured) <= 1e-2 * measured:
             return value
     return measured
