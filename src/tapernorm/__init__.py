@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "FoldError": "fold",
     "FoldReport": "fold",
+    "GuardStop": "guard",
     "MassiveTokenError": "statistics",
     "NormSite": "sites",
     "TaperCallback": "train",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from tapernorm.fold import FoldError as FoldError
     from tapernorm.fold import FoldReport as FoldReport
     from tapernorm.fold import fold_ as fold_
+    from tapernorm.guard import GuardStop as GuardStop
     from tapernorm.hub import from_pretrained as from_pretrained
     from tapernorm.hub import save_pretrained as save_pretrained
     from tapernorm.modules import TaperNorm as TaperNorm

@@ -49,7 +49,11 @@ _TOKENIZER_FILES = (
 
 
 def save_pretrained(
-    model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: Any = None, overwrite: bool = False
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a stock, tapered or folded model, and its tokenizer, into a folder that loads as the same model.
 
@@ -58,6 +62,7 @@ def save_pretrained(
         folder: where to. It may be new, empty, or a folder that an earlier call wrote for a tapered or folded model.
         tokenizer: written beside the model when given.
         overwrite: replace the model in any other folder, too. Files that belong to no model stay in it.
+        state_dict: whole tensors of a tapered model whose own are sharded over processes.
 
     Raises:
         ValueError: the folder holds something else and `overwrite` is false; the model is not a transformers model,
@@ -71,7 +76,7 @@ def save_pretrained(
     fields = _layout_of(model)
     with _folder.staged(target) as staging:
         if controller is not None:
-            _write_tapered(model, fields, controller, staging)
+            _write_tapered(model, fields, controller, staging, state_dict)
         elif any(fields.values()):
             _write_norm_free(model, fields, staging)
         else:
@@ -156,13 +161,21 @@ def _write_norm_free(model: PreTrainedModel, fields: dict[str, list[str]], folde
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
 
 
-def _write_tapered(model: PreTrainedModel, fields: dict[str, list[str]], controller: Any, folder: Path) -> None:
+def _write_tapered(
+    model: PreTrainedModel,
+    fields: dict[str, list[str]],
+    controller: Any,
+    folder: Path,
+    state_dict: dict[str, torch.Tensor] | None,
+) -> None:
     config = _changed_config(model, fields, tapered=controller.config.to_dict())
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    save_torch_state_dict(model.state_dict(), folder)  # of tensors that are one, one is written and the other named
+    save_torch_state_dict(
+        state_dict or model.state_dict(), folder
+    )  # of tensors that are one, one is written and the other named
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
     state = controller.state_dict()
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
