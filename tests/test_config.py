@@ -52,7 +52,7 @@ REFUSED = [
     ({"order": "dept"}, r"order='dept' is not one of .*did you mean 'depth'"),
     (
         {"order": "model.layers.0.norm"},
-        r"names of sites go into a sequence, such as order=\('model.layers.0.norm', '\*'\)",
+        r"into a sequence, such as order=\('model.layers.0.norm', '\*'\)",
     ),
     ({"order": 3}, "order=3 must be a sequence"),
     ({"order": {"*": 2.0}}, r"order=\{'\*': 2.0\} must map"),

@@ -1,6 +1,7 @@
 """The guard, first on numbers alone, then on a model into which outliers are put."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -157,7 +158,7 @@ def test_outliers_below_a_gate_take_it_back_and_stop():
     events = kinds(controller.guard)
     assert events.count("rewind") == 2 and events[-1] == "stop"
     gates = [row[2] for row in log]
-    assert any(b > a for a, b in zip(gates, gates[1:], strict=False))  # it went back up
+    assert any(b > a for a, b in itertools.pairwise(gates))  # it went back up
     assert controller.guard.slowness == 4
     assert len({row[3] for row in log}) == len(log)
     assert controller.events == controller.guard.events and controller.events[-1]["step"] == controller.step_count + 1
@@ -184,7 +185,7 @@ def test_a_guarded_run_resumes():
     def spoil(controller):
         return controller.step_count in (14, 15, 16, 20)
 
-    whole, ends = [], []
+    whole, ends, states, models = [], [], {}, {}
     for stop in (None, 15, 16, 18):
         torch.manual_seed(0)
         model, controller = tapered()
@@ -196,7 +197,6 @@ def test_a_guarded_run_resumes():
             train(model, controller, 24 - stop, spoil, log)
             assert [row[1:] for row in log] == [row[1:] for row in whole[stop:]]
         else:
-            states, models = {}, {}
             for step in range(24):
                 states[step] = controller.state_dict()
                 models[step] = {k: v.clone() for k, v in model.state_dict().items()}

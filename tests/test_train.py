@@ -502,7 +502,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path):
     assert controller.step_count == STEPS - 1  # the step that was dropped did not happen
     assert [event["kind"] for event in controller.events] == ["hold", "recovered"]
     assert watch.rows[5][2] == watch.rows[6][2]
-    unguarded, other, _ = make(tmp_path, config=dataclasses.replace(GUARDED, guard_margin=None), kind=Once)
+    unguarded, *_ = make(tmp_path, config=dataclasses.replace(GUARDED, guard_margin=None), kind=Once)
     unguarded.train()
     assert not all(torch.isfinite(p).all() for p in unguarded.model.parameters())
 

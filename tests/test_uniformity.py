@@ -57,7 +57,7 @@ def target(logits, rows):
 
 def reference(name, batches, steps, scale=1.0, **config):
     """Gradients of cross-entropy and the loss, by autograd alone, on a model without the loss of the library."""
-    model, controller = ready(name, steps, weight=0.0, **config)
+    model, _ = ready(name, steps, weight=0.0, **config)
     theirs, _ = ready(name, steps, **config)  # whose weights and c are the same: there was no optimizer
     for module, other in zip(taper_norms(model).values(), taper_norms(theirs).values(), strict=True):
         assert torch.equal(module.fixed_norm.c, other.fixed_norm.c) and module.path == other.path
@@ -169,7 +169,7 @@ def test_it_is_not_dropped_in_silence(forgotten):
     if forgotten == "backward":
         loss.backward()
         controller.auxiliary_loss().backward()
-    with pytest.raises(RuntimeError, match="uniformity_weight=0.3, but auxiliary_loss"):
+    with pytest.raises(RuntimeError, match=r"uniformity_weight=0\.3, but auxiliary_loss"):
         controller.step()
     controller.step(skipped=True)  # forgets it
 

@@ -27,13 +27,17 @@ _WHERE = {
     "fold_": "fold",
     "from_pretrained": "hub",
     "get_controller": "convert",
+    "load_checkpoint": "checkpoint",
     "restore_": "convert",
+    "save_checkpoint": "checkpoint",
     "save_pretrained": "hub",
     "taper_": "convert",
     "verify": "verify",
 }
 
 if TYPE_CHECKING:
+    from tapernorm.checkpoint import load_checkpoint as load_checkpoint
+    from tapernorm.checkpoint import save_checkpoint as save_checkpoint
     from tapernorm.config import TaperConfig as TaperConfig
     from tapernorm.controller import TaperController as TaperController
     from tapernorm.convert import get_controller as get_controller

@@ -23,7 +23,7 @@ from tapernorm import schedule
 from tapernorm.config import TaperConfig
 from tapernorm.guard import Guard
 from tapernorm.losses import ScaleAnchor
-from tapernorm.modules import TaperNorm, in_backward, taper_norms
+from tapernorm.modules import TaperNorm, in_backward, taper_norms, uncompiled
 from tapernorm.sites import NormSite
 from tapernorm.statistics import (
     FIELDS,
@@ -275,7 +275,7 @@ class TaperController:
 
     # The steps of step()
 
-    @torch.compiler.disable
+    @uncompiled
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():
             return

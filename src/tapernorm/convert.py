@@ -30,8 +30,8 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
 
     Raises:
         ValueError: nothing can go, a `keep` pattern matches no norm, `arm="all"` with a final norm that cannot go,
-            an anchor without a final norm, an `order` that does not fit the sites, a model that is tapered already, or one whose own code looks into its
-            norms. The model is untouched then.
+            an anchor without a final norm, an `order` that does not fit the sites, a model that is tapered already,
+            or one whose own code looks into its norms. The model is untouched then.
     """
     config = config or TaperConfig()
     if taper_norms(model):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
@@ -123,6 +124,12 @@ Plan = list[tuple[NormSite, TaperNorm]]
 
 def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tuple[Plan, list[NormSite]]:
     """Every refusal that can be known beforehand."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter":
+            raise FoldError(
+                f"{name} is sharded over processes ({type(parameter).__name__}): gather it before folding, with a full "
+                "state dict loaded into a model of one process (examples/multi_node.md)"
+            )
     for name, module in tapered.items():
         if module.gate.is_meta:
             raise FoldError(f"{name} is on the meta device: load the weights first")

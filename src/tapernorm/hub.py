@@ -322,7 +322,7 @@ def _half_tapered(config: Any, place: str, dtype: torch.dtype | None) -> Any:
     controller = taper_(model, taper_config)
     folder = Path(place) if Path(place).is_dir() else _download(place)
     with _explained(place):
-        model.load_state_dict(_weights(folder), strict=True)
+        model.load_state_dict(read_weights(folder), strict=True)
         controller.load_state_dict(read_taper_state(folder))
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -341,7 +341,7 @@ def _download(repository: str) -> Path:
         return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The state dict in model*.safetensors, with the names of tensors that were one with another's."""
     state: dict[str, torch.Tensor] = {}
     same: dict[str, str] = {}

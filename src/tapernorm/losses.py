@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.config import TaperConfig
-from tapernorm.modules import in_backward
+from tapernorm.modules import in_backward, uncompiled
 from tapernorm.statistics import Average, Inputs, gather, token_scale
 
 
@@ -40,7 +40,7 @@ class ScaleAnchor:
         self._tokens: Tensor | None = None
         self.pending = 0  # training forwards that auxiliary_loss() has not taken yet
 
-    @torch.compiler.disable
+    @uncompiled
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook on the final norm, whose one argument is h, [B, T, D]."""
         if not (module.training and self.inputs.training) or in_backward():

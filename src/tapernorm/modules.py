@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tapernorm.probe import Norm, gain
 
 Path = Literal["exact", "mixed", "fixed"]
+uncompiled: Any = torch.compiler.disable  # Any: as a decorator of methods its type binds to nothing
 
 
 class FixedScale(nn.Module):

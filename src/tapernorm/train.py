@@ -96,8 +96,7 @@ def gradients_are_finite(model: nn.Module) -> bool:
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     if not local:
         return True
-    norms = torch._foreach_norm(local)
-    total = torch.stack([norm.float().to(norms[0].device) for norm in norms]).sum()
+    total = torch.nn.utils.get_total_norm(local).float()
     return bool(torch.isfinite(gather(total)).all())
 
 

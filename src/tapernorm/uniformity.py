@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tapernorm.config import TaperConfig
-from tapernorm.modules import TaperNorm, in_backward
+from tapernorm.modules import TaperNorm, in_backward, uncompiled
 from tapernorm.statistics import Inputs
 
 
@@ -99,7 +99,7 @@ class _Pull:
     def __init__(self, loss: Uniformity, module: TaperNorm, first: bool) -> None:
         self.loss, self.module, self.first = loss, module, first
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, h: Tensor) -> Tensor:
         loss = self.loss
         if not (loss.active and loss.inputs.training):
