@@ -3,7 +3,8 @@
     python -m torch.distributed.run --nproc_per_node 2 tests/ranks.py KIND[,KIND...] OUT
 
 KIND: plain (one process), ddp, static (static_graph), fsdp (fully_shard on every layer; leaves a sharded checkpoint of
-step 5), resume (fsdp, from that checkpoint), trainer (TaperTrainer, by whatever launched it). Rank 0 writes OUT/<kind>.pt.
+step 5), resume (fsdp, from that checkpoint), trainer (TaperTrainer, by whatever launched it).
+Rank 0 writes OUT/<kind>.pt.
 """
 
 from __future__ import annotations

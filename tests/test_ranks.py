@@ -1,4 +1,4 @@
-"""Several processes train what one process with the same global batch trains, in DDP and FSDP2, by hand and by Trainer."""
+"""Several processes train what one with the same global batch trains, in DDP and FSDP2, by hand and by Trainer."""
 
 import copy
 import os

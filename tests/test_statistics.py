@@ -439,6 +439,19 @@ def test_after_a_massive_token_the_step_can_be_tried_again():
     assert controller.phase == "taper"
 
 
+def test_a_massive_token_on_another_rank_stops_all(monkeypatch):
+    """Every rank comes to the same verdict: what is judged is gathered first."""
+    model, controller, rows = with_massive_token(TaperConfig(warmup_steps=1), "llama")
+    model(input_ids=rows)
+    theirs = torch.stack([s.pending() for s in controller._statistics.values()])
+    other = tiny()
+    mine = taper_(other, TaperConfig(warmup_steps=1))
+    other(input_ids=torch.where(rows == 17, 18, rows))
+    monkeypatch.setattr("tapernorm.controller.gather", lambda own: torch.stack([own, theirs]))
+    with pytest.raises(MassiveTokenError, match="token id 17 at position 3"):
+        mine.step()
+
+
 def test_allow_massive_goes_on():
     model, controller, rows = with_massive_token(TaperConfig(warmup_steps=2, allow_massive=True), "llama")
     warm(model, controller, [rows], steps=2)

@@ -177,6 +177,11 @@ def _write_tapered(
         state_dict or model.state_dict(), folder
     )  # of tensors that are one, one is written and the other named
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
+    write_taper_state(controller, folder)
+
+
+def write_taper_state(controller: Any, folder: Path) -> None:
+    """The controller's state into taper.safetensors and taper.json; `read_taper_state` is the inverse."""
     state = controller.state_dict()
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
     save_file(tensors, folder / "taper.safetensors")

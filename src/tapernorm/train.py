@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tapernorm import hub
 from tapernorm.controller import TaperController
 from tapernorm.convert import get_controller
 from tapernorm.guard import GuardStop
 from tapernorm.statistics import gather
+
+_NORMS = "taper_norms.safetensors"  # of a PEFT checkpoint
 
 
 class TaperCallback(TrainerCallback):
@@ -191,20 +195,36 @@ class TaperMixin:
             return
         folder = Path(output_dir or trainer.args.output_dir)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        hub.save_pretrained(
-            model, folder, tokenizer=trainer.processing_class, overwrite=True, state_dict=state_dict or None
-        )
+        if isinstance(model, PreTrainedModel):
+            hub.save_pretrained(
+                model, folder, tokenizer=trainer.processing_class, overwrite=True, state_dict=state_dict or None
+            )
+        else:  # a PEFT model, whose checkpoint is its adapter: the tapered norms go beside it
+            model.save_pretrained(folder, state_dict=state_dict or None)
+            norms = {f"{n}.{k}": v.contiguous() for n, m in self.controller.sites.items() for k, v in _whole(m)}
+            save_file(norms, folder / _NORMS)
+            hub.write_taper_state(self.controller, folder)
         # For the reader; transformers would write a pickle, and nothing here reads one.
         (folder / "training_args.json").write_text(trainer.args.to_json_string(), encoding="utf-8")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        self.controller.load_state_dict(hub.read_taper_state(Path(resume_from_checkpoint)))
+        self._load_taper(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         trainer: Any = self
         super()._load_best_model()  # type: ignore[misc]
-        self.controller.load_state_dict(hub.read_taper_state(Path(trainer.state.best_model_checkpoint)))
+        self._load_taper(Path(trainer.state.best_model_checkpoint))
+
+    def _load_taper(self, checkpoint: Path) -> None:
+        if not (checkpoint / "taper.json").is_file():
+            raise ValueError(f"{checkpoint} holds no taper state: it was not written by a TaperTrainer or TaperMixin")
+        if (checkpoint / _NORMS).is_file():
+            norms = load_file(checkpoint / _NORMS)
+            for name, module in self.controller.sites.items():
+                own = {k.removeprefix(f"{name}."): v for k, v in norms.items() if k.startswith(f"{name}.")}
+                module.load_state_dict(own)
+        self.controller.load_state_dict(hub.read_taper_state(checkpoint))
 
 
 class TaperTrainer(TaperMixin, Trainer):
@@ -229,6 +249,12 @@ def last_checkpoint(folder: Path) -> Path | None:
 def controller_of(model: nn.Module) -> TaperController | None:
     """The controller of a model or of the model inside it, as in a PEFT model that was made of a tapered one."""
     return next((found for m in model.modules() if (found := get_controller(m)) is not None), None)
+
+
+def _whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The state of a module, sharded parameters gathered."""
+    for name, value in module.state_dict().items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _tokens(sample: Any) -> int:
