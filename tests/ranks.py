@@ -18,7 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 import tapernorm as tn
@@ -51,10 +56,6 @@ def build() -> Any:
 
 def rows(step: int) -> torch.Tensor:
     return torch.randint(3, 64, (GLOBAL_BATCH, 8), generator=torch.Generator().manual_seed(step))
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
 
 
 def loop(kind: str, out: Path) -> dict[str, Any]:
@@ -99,7 +100,11 @@ def loop(kind: str, out: Path) -> dict[str, Any]:
             tn.fold_(made)
         except (tn.FoldError, ValueError) as error:
             refused = str(error)
-    weights = {name: whole(p) for name, p in made.named_parameters()}
+    if kind in ("fsdp", "resume"):  # as in examples/multi_node.md; the first rank gets them
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(made, options=options)
+    else:
+        weights = made.state_dict()
     everyone: list[Any] = [None] * world
     if world > 1:
         dist.all_gather_object(everyone, shown)

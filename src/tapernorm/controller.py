@@ -147,8 +147,15 @@ class TaperController:
         otherwise with the settings of their norm's group.
 
         Raises:
-            ValueError: parameters are missing, and a learning-rate scheduler would not know of their new group.
+            ValueError: parameters are partitioned by ZeRO-3; or they are missing, and a learning-rate scheduler would
+                not know of their new group.
         """
+        for name, module in self.sites.items():
+            if any(hasattr(p, "ds_id") for p in module.parameters()):
+                raise ValueError(
+                    f"{name}: ZeRO-3 partitions its gain outside of the forward, and it cannot be calibrated; use "
+                    "ZeRO-1 or 2, or FSDP2"
+                )
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         missing: dict[int, tuple[Any, list[nn.Parameter]]] = {}
         for module in self.sites.values():

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
 from tapernorm.sites import NormSite, default_example, find_sites, run
+from tapernorm.statistics import token_scale
 from tapernorm.trace import Consumer, tensors
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
 
     Raises:
         FoldError: nothing to fold; a gate that is not 0; a norm whose readers are not all known linear maps any
-            more; weights on the meta device, quantized or wrapped; a scaled weight that overflows its dtype; an
-            output that is not finite; an error above the bound.
+            more; weights on the meta device, quantized, wrapped or sharded; a token that the seat belt would still
+            hold; a scaled weight that overflows its dtype; an output that is not finite; an error above the bound.
     """
     tapered = taper_norms(model)
     if not tapered:
@@ -85,6 +86,7 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
     inputs = default_example(model, batch=2, length=16) if example is None else example
     plan, sites = _audit(model, tapered, inputs)
     with evaluation(model):
+        _refuse_held(model, tapered, inputs)
         before = _outputs(model, inputs)
         if not before:
             raise FoldError("the model's output on the example holds no floating-point tensor: nothing to compare")
@@ -127,7 +129,7 @@ def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tupl
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter":
             raise FoldError(
-                f"{name} is sharded over processes ({type(parameter).__name__}): gather it before folding, with a full "
+                f"{name} ({type(parameter).__name__}) is sharded or wrapped: gather it before folding, with a full "
                 "state dict loaded into a model of one process (examples/multi_node.md)"
             )
     for name, module in tapered.items():
@@ -151,6 +153,34 @@ def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tupl
             claimed[link.weight] = name
             _audit_consumer(model, name, link, needs_bias=tapered[name].fixed_norm.bias is not None)
     return [(sites[name], module) for name, module in tapered.items()], list(sites.values())
+
+
+def _refuse_held(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> None:
+    """The seat belt (`TaperConfig.cap`) is gone at gate 0: no token may be one that it would still hold."""
+    largest: dict[str, float] = {}
+
+    def watch(name: str, module: TaperNorm) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            r = token_scale(next(iter((*args, *kwargs.values()))), module.probed.kind, module.probed.eps)
+            largest[name] = float((r * module.fixed_norm.c).max())
+
+        return hook
+
+    belted = {name: module for name, module in tapered.items() if module.cap is not None}
+    handles = [m.register_forward_pre_hook(watch(n, m), with_kwargs=True) for n, m in belted.items()]
+    try:
+        if belted:
+            _outputs(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, value in largest.items():
+        if value > (cap := belted[name].cap or math.inf):
+            raise FoldError(
+                f"{name}: a token of the example has r·c = {value:.3g}, above cap={cap:g}: in the taper the seat belt "
+                "held such tokens, and without it they were never trained for. Train longer at gate 0, taper without a "
+                "cap, or pass an example that is more like real use"
+            )
 
 
 def _audit_consumer(model: nn.Module, name: str, link: Consumer, needs_bias: bool) -> None:
