@@ -1,10 +1,12 @@
 """Training throughput of a tapered model against the stock norm, in each phase, all in one interleaved run.
 
-    python benchmarks/training.py --family llama --width 96 --csv benchmarks/results/training.csv
+    python benchmarks/training.py --family llama --width 64 128 256 512 1024 --csv benchmarks/results/training.csv
+    python benchmarks/training.py --family llama --width 64 128 256 512 1024 --compile --csv ...
 
 Four copies of one model take turns: stock, warm-up (gate 1, statistics gathered), taper (gate ½) and done (gate 0).
 A step is forward, backward, AdamW, and `controller.step()`. The ratio is the median over rounds of
-stock seconds / variant seconds within a round: above 1 is faster than stock.
+stock seconds / variant seconds within a round: above 1 is faster than stock. `--compile` compiles every decoder layer
+of all four, outside of the timed part.
 """
 
 from __future__ import annotations
@@ -68,23 +70,15 @@ def prepare(phase: str, model: Any) -> Any:
     return controller
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=("llama", "gpt2"), default="llama")
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--csv", type=Path)
-    options = parser.parse_args()
-    transformers.utils.logging.set_verbosity_error()
-
+def measure(options: argparse.Namespace, width: int) -> list[dict[str, Any]]:
+    """One row a phase."""
     runs: dict[str, tuple[Any, Any, Any]] = {}
     for phase in PHASES:
-        model = build(options.family, options.width, options.layers, options.vocabulary, options.length).train()
+        model = build(options.family, width, options.layers, options.vocabulary, options.length).train()
         controller = prepare(phase, model)
+        if options.compile:
+            for layer in model.model.layers if options.family == "llama" else model.transformer.h:
+                layer.compile()
         runs[phase] = (model, controller, torch.optim.AdamW(model.parameters(), lr=1e-4))
     ids = torch.randint(options.vocabulary, (options.batch, options.length))
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -93,7 +87,7 @@ def main() -> None:
         for phase in order:
             model, controller, optimizer = runs[phase]
             start = time.perf_counter()
-            model(input_ids=ids, labels=ids).loss.backward()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if phase == "warmup":  # the others would move on to the next phase
@@ -109,7 +103,7 @@ def main() -> None:
         rows.append(
             {
                 "family": options.family,
-                "width": options.width,
+                "width": width,
                 "layers": options.layers,
                 "tokens_a_step": ids.numel(),
                 "phase": phase,
@@ -118,7 +112,7 @@ def main() -> None:
                 "ratio_p20": round(ratios[int(0.2 * (len(ratios) - 1))], 4),
                 "ratio_p80": round(ratios[int(0.8 * (len(ratios) - 1))], 4),
                 "rounds": options.rounds,
-                "compiled": False,
+                "compiled": options.compile,
                 "dtype": "float32",
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
@@ -126,10 +120,29 @@ def main() -> None:
                 "date": datetime.date.today().isoformat(),
             }
         )
-        print(f"{options.family} {options.width:5d} {phase:7s} {rows[-1]['tokens_per_second']:10,.0f} tokens/s  "
+        print(f"{options.family} {width:5d} {phase:7s} {rows[-1]['tokens_per_second']:10,.0f} tokens/s  "
               f"{rows[-1]['ratio']:.3f} [{rows[-1]['ratio_p20']:.3f}, {rows[-1]['ratio_p80']:.3f}]")  # fmt: skip
-    if options.csv is not None:
-        append_csv(options.csv, rows)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=("llama", "gpt2"), default="llama")
+    parser.add_argument("--width", type=int, nargs="+", default=[96])
+    parser.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--csv", type=Path)
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+
+    for width in options.width:
+        rows = measure(options, width)
+        if options.csv is not None:
+            append_csv(options.csv, rows)
 
 
 if __name__ == "__main__":

@@ -161,9 +161,48 @@ def test_pretrain_compares_with_the_norms_kept(call: Call, text: Path, tmp_path:
 
 def test_a_run_that_diverges_says_so(call: Call, text: Path, tmp_path: Path) -> None:
     arguments = ("--size", "1m", "--vocab-size", 300, "--data", text, *QUICK, "--lr", 0.5, "--no-baseline")
-    code, _, err = call("pretrain", *arguments, "--out", tmp_path / "run")
+    code, _, err = call("pretrain", *arguments, "--out", tmp_path / "run", "--guard-margin", 0)
     assert code == 3 and "the loss is nan at step" in err and err.count("\n") == 1
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
+
+
+def test_a_guard_that_slowed_the_taper_too_much_says_so(call: Call, text: Path, tmp_path: Path) -> None:
+    arguments = ("--size", "1m", "--vocab-size", 300, "--data", text, *QUICK, "--lr", 0.5, "--no-baseline")
+    code, _, err = call("pretrain", *arguments, "--out", tmp_path / "run")
+    assert code == 3 and "instead of 0 after 12 steps; raise steps" in err and err.rstrip().count("\n") == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["events"][0]["kind"] == "hold"
+
+
+def test_a_run_that_the_guard_stops(
+    call: Call, models: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below gate 0.5 every step gets an outlier: exit code 3, every event in log and report, a sound model kept."""
+    from tapernorm.train import TaperTrainer
+
+    def outlier(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, outputs = compute(trainer, *args, **(kwargs | {"return_outputs": True}))
+        if trainer.controller.gate < 0.5 and trainer.model.training:
+            trainer._taper_callback.losses[-1] += 50.0
+        return (loss, outputs) if kwargs.get("return_outputs") else loss
+
+    compute = TaperTrainer.compute_loss
+    monkeypatch.setattr(TaperTrainer, "compute_loss", outlier)
+    out = tmp_path / "run"
+    steps = ("--steps", 150, "--batch", 1, "--block", 16, "--warmup-steps", 3, "--taper-steps", 8)
+    quick = (*steps, "--eval-tokens", 64, "--no-baseline")
+    code, _, err = call("taper", models / "llama", "--data", text, "--out", out, *quick)
+    assert code == 3 and "after 3 rewinds" in err and err.rstrip().endswith(str(out / "internal" / "sound"))
+    record = json.loads((out / "run.json").read_text())
+    assert record["status"] == "stopped"
+    told = [event["kind"] for event in record["events"]]
+    assert told[:7] == ["hold", "rewind", "hold", "rewind", "hold", "rewind", "hold"] and "stop" in told
+    logged = [event for row in (out / "internal" / "log.jsonl").open() for event in json.loads(row).get("events", [])]
+    assert [event["kind"] for event in logged] == told[:7]
+    assert call("report", out)[0] == 0
+    assert "goes back from" in (out / "report.html").read_text()
+    model, _ = tn.from_pretrained(out / "internal" / "sound")
+    controller = tn.get_controller(model)
+    assert controller is not None and controller.gate >= 0.5
 
 
 def test_a_config_file_sets_options_and_flags_win(call: Call, models: Path, text: Path, tmp_path: Path) -> None:

@@ -44,8 +44,25 @@ REFUSED = [
     ({"post": 1}, "post=1 must be True or False"),
     ({"prefix": (1, 2, 3, 4, 5)}, "at most 4 token ids"),
     ({"prefix": (-1,)}, "none below 0"),
-    ({"uniformity_weight": 0.1}, "uniformity_weight=0.1 is not available"),
-    ({"cap": 2.0}, "cap=2.0 is not available"),
+    ({"uniformity_weight": -0.1}, "uniformity_weight=-0.1"),
+    ({"uniformity_weight": NAN}, "uniformity_weight=nan"),
+    ({"cap": 1.0}, "cap=1.0 must be None or a finite number above 1"),
+    ({"cap": "2"}, "cap='2'"),
+    ({"stagger": 1.0}, "stagger=1.0"),
+    ({"stagger": -0.1}, "stagger=-0.1"),
+    ({"order": "dept"}, r"order='dept' is not one of .*did you mean 'depth'"),
+    (
+        {"order": "model.layers.0.norm"},
+        r"into a sequence, such as order=\('model.layers.0.norm', '\*'\)",
+    ),
+    ({"order": 3}, "order=3 must be a sequence"),
+    ({"order": {"*": 2.0}}, r"order=\{'\*': 2.0\} must map"),
+    ({"order": {3: 1.0}}, r"order=\{3: 1.0\} must map"),
+    ({"guard_margin": 0}, "guard_margin=0"),
+    ({"guard_margin": INF}, "guard_margin=inf"),
+    ({"guard_patience": 0}, "guard_patience=0"),
+    ({"guard_rewinds": -1}, "guard_rewinds=-1"),
+    ({"guard_rewinds": 1.5}, "guard_rewinds=1.5"),
 ]
 
 
@@ -99,7 +116,18 @@ def test_the_defaults_are_those_of_the_contract():
         "cap": None,
         "massive_ratio": 20.0,
         "allow_massive": False,
+        "stagger": 0.0,
+        "order": "depth",
+        "guard_margin": None,
+        "guard_patience": 20,
+        "guard_rewinds": 3,
     }
+
+
+@pytest.mark.parametrize("order", ("difficulty", ("a", "b.*"), {"a": 0.0, "*": 1}, ()))
+def test_an_order_survives_json(order):
+    config = TaperConfig(order=order, stagger=0.5)
+    assert TaperConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_an_unknown_field_is_named():

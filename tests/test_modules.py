@@ -254,6 +254,21 @@ def test_frozen_parameters_are_not_held():
     assert module.norm.weight.grad is not None
 
 
+@NORM
+def test_a_frozen_norm_gives_a_frozen_fixed_branch(name):
+    norm = NORMS[name]()
+    norm.requires_grad_(False)
+    module = TaperNorm(norm, probe(norm, D), D)
+    wanted = not list(norm.parameters())  # nothing was frozen where there is nothing
+    assert {p.requires_grad for p in module.fixed_norm.parameters()} == {wanted}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_input_may_be_given_by_name(path):
+    module, h = taper_norm("rms", PATHS[path]), residual(2, 5)
+    assert torch.equal(module(hidden_states=h), module(h))
+
+
 # State
 
 

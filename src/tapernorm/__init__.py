@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "FoldError": "fold",
     "FoldReport": "fold",
+    "GuardStop": "guard",
     "MassiveTokenError": "statistics",
     "NormSite": "sites",
     "Removal": "remove",
@@ -28,14 +29,18 @@ _WHERE = {
     "fold_": "fold",
     "from_pretrained": "hub",
     "get_controller": "convert",
+    "load_checkpoint": "checkpoint",
     "remove_": "remove",
     "restore_": "convert",
+    "save_checkpoint": "checkpoint",
     "save_pretrained": "hub",
     "taper_": "convert",
     "verify": "verify",
 }
 
 if TYPE_CHECKING:
+    from tapernorm.checkpoint import load_checkpoint as load_checkpoint
+    from tapernorm.checkpoint import save_checkpoint as save_checkpoint
     from tapernorm.config import TaperConfig as TaperConfig
     from tapernorm.controller import TaperController as TaperController
     from tapernorm.convert import get_controller as get_controller
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from tapernorm.fold import FoldError as FoldError
     from tapernorm.fold import FoldReport as FoldReport
     from tapernorm.fold import fold_ as fold_
+    from tapernorm.guard import GuardStop as GuardStop
     from tapernorm.hub import from_pretrained as from_pretrained
     from tapernorm.hub import save_pretrained as save_pretrained
     from tapernorm.modules import TaperNorm as TaperNorm

@@ -77,6 +77,11 @@ def taper(
     anchor_weight: o.AnchorWeight = None,
     keep: o.Keep = None,
     allow_massive: o.Massive = False,
+    uniformity_weight: o.Uniformity = 0.0,
+    cap: o.Cap = None,
+    stagger: o.Stagger = 0.0,
+    order: o.Order = "depth",
+    guard_margin: o.Guard = 1.0,
     baseline: o.Baseline = True,
     text_column: o.Column = "text",
     split: o.Split = None,
@@ -113,6 +118,11 @@ def pretrain(
     anchor_weight: o.AnchorWeight = None,
     keep: o.Keep = None,
     allow_massive: o.Massive = False,
+    uniformity_weight: o.Uniformity = 0.0,
+    cap: o.Cap = None,
+    stagger: o.Stagger = 0.0,
+    order: o.Order = "depth",
+    guard_margin: o.Guard = 1.0,
     baseline: o.Baseline = True,
     text_column: o.Column = "text",
     split: o.Split = None,
@@ -391,10 +401,11 @@ def main() -> None:
         _fail(error, INPUT)
     except RuntimeError as error:
         from tapernorm.fold import FoldError
+        from tapernorm.guard import GuardStop
         from tapernorm.runlog import Diverged
         from tapernorm.statistics import MassiveTokenError
 
-        if not isinstance(error, FoldError | MassiveTokenError | Diverged):
+        if not isinstance(error, FoldError | MassiveTokenError | Diverged | GuardStop):
             raise
         _fail(error, NUMERICAL)
     except KeyboardInterrupt:

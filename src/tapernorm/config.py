@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 Arm = Literal["internal", "all"]
 Calibration = Literal["robust", "lstsq", "log"]
 
+ORDERS = ("depth", "reverse", "difficulty")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "arm": ("internal", "all"),
     "calibration": ("robust", "lstsq", "log"),
@@ -42,6 +43,21 @@ def _sequence(field: str, value: Any, of: type) -> tuple[Any, ...]:
     return items
 
 
+def _order(value: Any) -> str | tuple[str, ...] | dict[str, float]:
+    """The value of `TaperConfig.order`, checked as far as is possible without a model."""
+    if isinstance(value, str):
+        if value not in ORDERS:
+            hint = nearest(value, ORDERS) or f"; names of sites go into a sequence, such as order=({value!r}, '*')"
+            raise ValueError(f"order={value!r} is not one of {', '.join(map(repr, ORDERS))}{hint}")
+        return value
+    if isinstance(value, Mapping):
+        for name, place in value.items():
+            if not isinstance(name, str) or not _is_number(place) or not 0 <= place <= 1:
+                raise ValueError(f"order={{{name!r}: {place!r}}} must map names of sites to places from 0 to 1")
+        return dict(value)
+    return _sequence("order", value, str)
+
+
 @dataclasses.dataclass(frozen=True)
 class TaperConfig:
     """How the norms of a model are tapered.
@@ -65,10 +81,22 @@ class TaperConfig:
             backwards, into the rows of the linear map that they read.
         prefix: 1 to 4 token ids whose keys and values become constants in front of every text, before anything is
             tapered (`tapernorm.prefix`); `tapernorm.find_prefix` proposes them.
-        uniformity_weight: weight of the uniformity loss (log r·c)²; only 0 so far.
-        cap: κ of the seat belt, the largest r·c that the fixed branch may see while 0 < g < 1; only None so far.
+        uniformity_weight: weight of the uniformity loss, Σ over sites of the mean over tokens of (log r·c)², until
+            the gate is 0 (`tapernorm.uniformity`); 0 turns it off.
+        cap: κ of the seat belt: while 0 < g < 1 the fixed branch's scale for a token is c·min(1, κ/(c·r)); 2 to 4
+            is usual, None turns it off.
         massive_ratio: a token whose r is above this multiple of its site's median in warm-up is massive.
         allow_massive: go on although massive tokens were seen.
+        stagger: how much later than the first site the last one starts, as a share of taper_steps, 0 ≤ stagger < 1.
+            Each site's gate then falls in (1 − stagger)·taper_steps steps, and all are 0 at the same end; 0 is the
+            paper's one gate for all.
+        order: which sites start first when they are staggered: `"depth"`, `"reverse"`, `"difficulty"` (those with the
+            smallest spread of log r over tokens first, as measured in warm-up), a sequence of names or glob patterns
+            in groups of their order, or a mapping of these to their place from 0 (first) to 1 (last).
+        guard_margin: how far, in nats, the loss of a step may lie above the warm-up's before the guard holds the
+            gate (`tapernorm.guard`); None for no guard.
+        guard_patience: how many steps in a row may be unsound before the gate is moved back.
+        guard_rewinds: how many times it is moved back before the run is stopped.
 
     Raises:
         ValueError: a value out of its range or not among its choices; a value whose feature is not there yet.
@@ -89,6 +117,11 @@ class TaperConfig:
     cap: float | None = None
     massive_ratio: float = 20.0
     allow_massive: bool = False
+    stagger: float = 0.0
+    order: str | tuple[str, ...] | dict[str, float] = "depth"
+    guard_margin: float | None = None
+    guard_patience: int = 20
+    guard_rewinds: int = 3
 
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
@@ -113,14 +146,27 @@ class TaperConfig:
             object.__setattr__(self, field, _sequence(field, getattr(self, field), of))
         if len(self.prefix) > 4 or any(token < 0 for token in self.prefix):
             raise ValueError(f"prefix={self.prefix!r} must hold at most 4 token ids, none below 0")
+        if not _is_number(self.uniformity_weight) or not 0 <= self.uniformity_weight < float("inf"):
+            raise ValueError(f"uniformity_weight={self.uniformity_weight!r} must be a finite number, at least 0")
+        if self.cap is not None and (not _is_number(self.cap) or not 1 < self.cap < float("inf")):
+            raise ValueError(
+                f"cap={self.cap!r} must be None or a finite number above 1: r·c is about 1 where all is well"
+            )
+        if not _is_number(self.stagger) or not 0 <= self.stagger < 1:
+            raise ValueError(f"stagger={self.stagger!r} must be a share of taper_steps, at least 0 and below 1")
+        object.__setattr__(self, "order", _order(self.order))
+        margin = self.guard_margin
+        if margin is not None and (not _is_number(margin) or not 0 < margin < float("inf")):
+            raise ValueError(f"guard_margin={margin!r} must be None or a finite number of nats above 0")
+        for field, least in (("guard_patience", 1), ("guard_rewinds", 0)):
+            if not _is_count(getattr(self, field), least):
+                raise ValueError(f"{field}={getattr(self, field)!r} must be a whole number, at least {least}")
         self._refuse_what_is_not_there()
 
     def _refuse_what_is_not_there(self) -> None:
         """An option that would be ignored is worse than one that is missing."""
         missing = {
             "fixed": self.fixed != "diagonal",
-            "uniformity_weight": self.uniformity_weight != 0,
-            "cap": self.cap is not None,
         }
         for field, asked in missing.items():
             if asked:
@@ -181,6 +227,8 @@ class RunConfig:
         warmup_steps, taper_steps: of the gate; None: a quarter and a half of the run for pretrain, a twentieth and
             a quarter for taper.
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
+        uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless its
+            margin is 0.
         eval_tokens: how much of the validation text to measure on.
         bf16: bfloat16 autocast.
 
@@ -207,6 +255,11 @@ class RunConfig:
     anchor_weight: float | None = None
     keep: tuple[str, ...] = ()
     allow_massive: bool = False
+    uniformity_weight: float = 0.0
+    cap: float | None = None
+    stagger: float = 0.0
+    order: str | tuple[str, ...] | dict[str, float] = "depth"
+    guard_margin: float = 1.0
     text_column: str = "text"
     split: str | None = None
     vocab_size: int | None = None
@@ -216,6 +269,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _sequence("keep", self.keep, str))
+        object.__setattr__(self, "order", _order(self.order))
         kinds = ("taper", "pretrain")
         if self.kind not in kinds:
             raise ValueError(f"kind={self.kind!r} is not one of {', '.join(kinds)}{nearest(self.kind, kinds)}")
@@ -262,6 +316,11 @@ class RunConfig:
             anchor_weight=self.anchor_weight,
             keep=self.keep,
             allow_massive=self.allow_massive,
+            uniformity_weight=self.uniformity_weight,
+            cap=self.cap,
+            stagger=self.stagger,
+            order=self.order,
+            guard_margin=self.guard_margin or None,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,15 +1,19 @@
-"""The one thing that knows about steps: it drives gate, statistics, calibration and the anchor.
+"""The one thing that knows about steps: it drives gates, statistics, calibration, losses and the guard.
 
     warm-up   gate 1; statistics gathered
     k_w       c and s_tgt frozen, γ̃ ← γ, β̃ ← β, optimizer state of γ copied to γ̃
-    taper     gate falls
-    k_t       gate 0
+    taper     gates fall, all at once or one site after another
+    k_t       all gates 0
 
-Two counts: `step_count`, the optimizer steps that happened, and `taper_clock`, the schedule's argument.
+Two counts: `step_count`, the optimizer steps that happened, and `taper_clock`, the schedule's argument, which the guard
+may hold, slow or take back.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+import math
 from typing import Any
 
 import torch
@@ -17,10 +21,24 @@ from torch import Tensor, nn
 
 from tapernorm import schedule
 from tapernorm.config import TaperConfig
+from tapernorm.guard import Guard
 from tapernorm.losses import ScaleAnchor
-from tapernorm.modules import TaperNorm, taper_norms
+from tapernorm.modules import TaperNorm, in_backward, taper_norms, uncompiled
 from tapernorm.sites import NormSite
-from tapernorm.statistics import Average, Inputs, SiteStatistics, all_reduce, refuse_massive, scale
+from tapernorm.statistics import (
+    FIELDS,
+    Average,
+    Inputs,
+    SiteStatistics,
+    gather,
+    most_outstanding,
+    refuse_massive,
+    scale,
+    spread,
+)
+from tapernorm.uniformity import Uniformity
+
+logger = logging.getLogger("tapernorm")
 
 
 class TaperController:
@@ -38,11 +56,14 @@ class TaperController:
         # Modules, not tensors: a conversion of the model replaces tensors.
         self.sites: dict[str, TaperNorm] = taper_norms(model)
         self.step_count = 0
-        self.taper_clock = 0
+        self.taper_clock = 0.0
         self.dropped_batches = 0  # micro-batches left out of the statistics because they were not finite
+        self.places = schedule.places(list(self.sites), config)  # 0: starts first, 1: last
+        self.guard = Guard(config) if config.guard_margin is not None else None
         self._inputs = Inputs()
         self._statistics = {name: SiteStatistics(m, config, self._inputs) for name, m in self.sites.items()}
-        self._average = Average(len(self.sites), 4, config.ema_decay)
+        self._average = Average(len(self.sites), len(FIELDS), config.ema_decay)
+        self._worst = torch.zeros(len(self.sites), 3)  # r / median, position, token id, over warm-up and ranks
         self._optimizer: Any = None
         self.anchor: ScaleAnchor | None = None
         # The body too: PEFT calls the wrapped model's forward without its hooks.
@@ -51,64 +72,72 @@ class TaperController:
         if config.weight > 0 and final is not None and final.probed is not None:
             self.anchor = ScaleAnchor(final.name, final.probed.kind, final.probed.eps, config, self._inputs)
             module = model.get_submodule(final.name)
-            self._handles.append(module.register_forward_pre_hook(self.anchor.hook))
+            self._handles.append(module.register_forward_pre_hook(self.anchor.hook, with_kwargs=True))
+        self.uniformity = Uniformity(self.sites, config, self._inputs) if config.uniformity_weight > 0 else None
+        for module in self.sites.values():
+            module.cap = config.cap
         self._set_gates()
 
     # What a training loop calls
 
-    def step(self, skipped: bool = False) -> None:
-        """Count one optimizer step and move the gate. Call once per optimizer step, on every rank.
+    def step(self, skipped: bool = False, loss: Tensor | float | None = None) -> None:
+        """Count one optimizer step and move the gates. Call once per optimizer step, on every rank.
 
         Args:
             skipped: the optimizer did not step (a GradScaler found infinities): nothing is counted and what was
                 gathered for this step is dropped.
+            loss: of this step, without the controller's own losses, for the guard; the mean is taken over ranks. NaN
+                where a gradient was not finite. Not looked at without `guard_margin`.
 
         Raises:
-            RuntimeError: the anchor is on and `auxiliary_loss()` was not called for this step's forwards.
+            RuntimeError: the anchor or the uniformity loss is on and `auxiliary_loss()` was not called for this step's
+                forwards, or was not a part of what went backwards.
             RuntimeError: at the end of warm-up, if a site never saw a finite token in training mode.
-            MassiveTokenError: at the end of warm-up, if a token stood far above its site's median.
+            MassiveTokenError: at the end of warm-up, if a token stood far above its site's median, on any rank.
+            ValueError: there is a guard, and no loss.
+            GuardStop: see `tapernorm.guard`; the step was counted.
 
-        Nothing has been counted when it raises; the next call tries again.
+        But for GuardStop, nothing has been counted when it raises; the next call tries again.
         """
-        if skipped:
-            for site in self._statistics.values():
-                site.take()
-            if self.anchor is not None:
-                self.anchor.drop()
-            return
-        if self.anchor is not None and self.anchor.pending:
-            raise RuntimeError(
-                f"anchor_weight={self.config.weight:g}, but auxiliary_loss() was not added to the loss for "
-                f"{self.anchor.pending} training forward(s) before this step; add controller.auxiliary_loss() to "
-                "the loss, or set anchor_weight=0"
-            )
-        if self.phase == "warmup":
-            last = self.taper_clock + 1 == self.config.warmup_steps
-            if last:
-                refuse_massive({name: s.worst() for name, s in self._statistics.items()}, self.config)
-            self._commit()
-            if last:
-                self._refuse_unmeasured()
-        self.step_count += 1
-        self.taper_clock += 1
-        if self.taper_clock == self.config.warmup_steps:
+        clock = self.taper_clock + (0.0 if skipped else 1.0)
+        if not skipped:
+            self._refuse_unconsumed()
+            if self.guard is not None and loss is None:
+                raise ValueError("guard_margin needs the loss of every step: controller.step(loss=loss)")
+            if self.phase == "warmup":
+                self._commit()
+        self._drop()
+        if self.guard is not None and loss is not None and not (skipped and math.isfinite(float(loss))):
+            clock = self.guard.judge(self._over_ranks(loss), self.taper_clock, self.step_count + 1)
+            if skipped:
+                clock = min(clock, self.taper_clock)
+        before, self.taper_clock = self.taper_clock, clock
+        self.step_count += not skipped
+        if before < self.config.warmup_steps <= clock:
             self._calibrate()
         self._set_gates()
 
     def auxiliary_loss(self) -> Tensor:
-        """λ times the scale loss, averaged over the tokens of the training forwards since the last call. Scalar.
+        """The scale and the uniformity loss with their weights, averaged over the tokens of the training forwards
+        since the last call. Scalar.
 
-        It consumes them: a second call gives 0. It is 0 before the end of warm-up and when the anchor is off. Scale
-        it exactly as the cross-entropy (by the same number of accumulation steps, for one).
+        It consumes them: a second call gives 0. The scale loss is 0 before the end of warm-up. Scale it exactly as the
+        cross-entropy (by the same number of accumulation steps, for one), and let both go backwards together.
         """
-        loss, tokens = self.take_anchor()
+        loss, tokens = self.take_losses()
         if loss is None or tokens is None:
             return torch.zeros((), device=next(iter(self.sites.values())).gate.device)
         return loss / tokens.clamp(min=1)  # a micro-batch of padding alone
 
-    def take_anchor(self) -> tuple[Tensor | None, Tensor | None]:
-        """(sum over tokens of λ · loss, number of tokens) since the last call, for a caller that weights by tokens."""
-        return (None, None) if self.anchor is None else self.anchor.take()
+    def take_losses(self) -> tuple[Tensor | None, Tensor | None]:
+        """(sum over tokens of the losses with their weights, number of tokens) since the last call, for a caller that
+        weights by tokens."""
+        found = [part.take() for part in (self.anchor, self.uniformity) if part is not None]
+        losses = [loss for loss, _ in found if loss is not None]
+        tokens = [count for _, count in found if count is not None]
+        if not losses:
+            return None, None
+        return sum(losses[1:], losses[0]), tokens[0]
 
     def attach_optimizer(self, optimizer: Any) -> None:
         """Let the controller copy the optimizer's state of γ and β to γ̃ and β̃ at the end of warm-up.
@@ -118,8 +147,15 @@ class TaperController:
         otherwise with the settings of their norm's group.
 
         Raises:
-            ValueError: parameters are missing, and a learning-rate scheduler would not know of their new group.
+            ValueError: parameters are partitioned by ZeRO-3; or they are missing, and a learning-rate scheduler would
+                not know of their new group.
         """
+        for name, module in self.sites.items():
+            if any(hasattr(p, "ds_id") for p in module.parameters()):
+                raise ValueError(
+                    f"{name}: ZeRO-3 partitions its gain outside of the forward, and it cannot be calibrated; use "
+                    "ZeRO-1 or 2, or FSDP2"
+                )
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         missing: dict[int, tuple[Any, list[nn.Parameter]]] = {}
         for module in self.sites.values():
@@ -162,6 +198,16 @@ class TaperController:
         return {name: float(module.fixed_norm.c) for name, module in self.sites.items()}
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the guard did: {"step", "kind", "text"}."""
+        return [] if self.guard is None else list(self.guard.events)
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """The standard deviation of log r over tokens at every site, as measured in warm-up; NaN before."""
+        return dict(zip(self.sites, spread(self._average.value()).tolist(), strict=True))
+
+    @property
     def scale_target(self) -> float | None:
         """s_tgt, or None before it is frozen or without an anchor."""
         return None if self.anchor is None else self.anchor.target
@@ -174,13 +220,14 @@ class TaperController:
             "dropped_batches": self.dropped_batches,
             "average.total": self._average.total.clone(),
             "average.weight": self._average.weight.clone(),
+            "worst": self._worst.clone(),
         }
         for name, module in self.sites.items():
             state[f"gate.{name}"] = module.gate.detach().clone()
             state[f"c.{name}"] = module.fixed_norm.c.detach().clone()
-        for name, statistics in self._statistics.items():
-            if statistics._worst is not None:
-                state[f"worst.{name}"] = statistics._worst.clone()
+            state[f"place.{name}"] = self.places[name]
+        if self.guard is not None:
+            state |= self.guard.state()
         if self.anchor is not None:
             state["anchor.target"] = self.anchor.target
             state["anchor.total"] = self.anchor.average.total.clone()
@@ -200,54 +247,108 @@ class TaperController:
         if ("anchor.target" in state) != (self.anchor is not None):
             raise ValueError("the taper state was written with another anchor_weight than this controller's")
         self.step_count = int(state["step_count"])
-        self.taper_clock = int(state["taper_clock"])
+        self.taper_clock = float(state["taper_clock"])
         self.dropped_batches = int(state["dropped_batches"])
         self._average.total = state["average.total"].clone()
         self._average.weight = state["average.weight"].clone()
+        self._worst = state["worst"].clone()
+        self._drop()
+        if self.guard is not None:
+            self.guard.load(state)
         for name, module in self.sites.items():
             module.fixed_norm.c.copy_(state[f"c.{name}"])
             module.set_gate(float(state[f"gate.{name}"]))
-            self._statistics[name].restart(state.get(f"worst.{name}"))
+            self.places[name] = float(state[f"place.{name}"])
         if self.anchor is not None:
-            self.anchor.drop()
             self.anchor.target = state["anchor.target"]
             self.anchor.average.total = state["anchor.total"].clone()
             self.anchor.average.weight = state["anchor.weight"].clone()
         self._observe()
+
+    def back_to_sound(self, events: list[dict[str, Any]]) -> None:
+        """After a checkpoint was loaded because the guard gave up: set the gates to where it last saw a sound step
+        (those of the checkpoint were still to be tried), and keep what has happened since."""
+        if self.guard is not None:
+            self.guard.events = events
+            self.taper_clock = self.guard.sound_clock
+            self._set_gates()
 
     def detach(self) -> None:
         """Take every hook off the model; the controller is of no use after that."""
         for handle in self._handles:
             handle.remove()
         for module in self.sites.values():
-            module.observer = None
+            module.observer = module.pull = module.cap = None
 
     # The steps of step()
 
+    @uncompiled
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        ids = kwargs.get("input_ids", args[0] if args else None)
+        if in_backward():
+            return
+        named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) if args else {}
+        given = named | kwargs
+        mask, ids = given.get("attention_mask"), given.get("input_ids", args[0] if args else None)
         self._inputs.mask = mask if isinstance(mask, Tensor) else None
         self._inputs.ids = ids if isinstance(ids, Tensor) and not ids.is_floating_point() else None
+        self._inputs.training = torch.is_grad_enabled()
+
+    def _refuse_unconsumed(self) -> None:
+        anchor, uniformity = self.anchor, self.uniformity
+        if anchor is not None and anchor.pending:
+            raise RuntimeError(
+                f"anchor_weight={self.config.weight:g}, but auxiliary_loss() was not added to the loss for "
+                f"{anchor.pending} training forward(s) before this step; add controller.auxiliary_loss() to "
+                "the loss, or set anchor_weight=0"
+            )
+        if uniformity is not None and (uniformity.pending or uniformity.missed):
+            raise RuntimeError(
+                f"uniformity_weight={uniformity.weight:g}, but auxiliary_loss() was not a part of the loss that went "
+                "backwards; call (loss + controller.auxiliary_loss()).backward() after every training forward, or set "
+                "uniformity_weight=0"
+            )
+
+    def _drop(self) -> None:
+        """Forget what was gathered for this optimizer step."""
+        for site in self._statistics.values():
+            site.drop()
+        for part in (self.anchor, self.uniformity):
+            if part is not None:
+                part.drop()
 
     def _commit(self) -> None:
-        """Enter this step's sums into the moving averages, and show the running c."""
-        sums = all_reduce(torch.stack([site.take() for site in self._statistics.values()]))
-        count, totals, dropped = sums[:, :1], sums[:, 1:5], sums[:, 5]
-        self._average.update(totals / count, valid=count[:, 0] > 0)
-        self.dropped_batches += int(dropped.max())
+        """Enter this step's sums, of all ranks, into the moving averages, and show the running c."""
+        device = next(iter(self.sites.values())).gate.device
+        rows = gather(torch.stack([site.pending().to(device) for site in self._statistics.values()]))
+        sums, found = rows[..., :-3].sum(0), rows[..., -3:]
+        count, totals, dropped = sums[:, :1], sums[:, 1:-1], sums[:, -1]
+        worst = most_outstanding(torch.cat([self._worst.to(device)[None], found]))
+        valid = count[:, 0] > 0
+        if self.taper_clock + 1 >= self.config.warmup_steps:
+            refuse_massive(dict(zip(self.sites, worst.tolist(), strict=True)), self.config)
+            self._refuse_unmeasured(valid | (self._average.weight[:, 0].to(device) > 0))
+        self._worst = worst
+        self._average.update(totals / count, valid=valid)
+        if lost := int(dropped.max()):
+            self.dropped_batches += lost
+            logger.warning("step %d: %d batches were not finite: left out of the statistics", self.step_count + 1, lost)
         for module, c in zip(self.sites.values(), scale(self._average.value(), self.config.calibration), strict=True):
             module.fixed_norm.c.fill_(c)
         if self.anchor is not None:
             self.anchor.commit()
 
-    def _refuse_unmeasured(self) -> None:
-        for name, module in self.sites.items():
-            if not torch.isfinite(module.fixed_norm.c).all():
+    def _refuse_unmeasured(self, measured: Tensor) -> None:
+        for name, is_measured in zip(self.sites, measured.tolist(), strict=True):
+            if not is_measured:
                 raise RuntimeError(
                     f"{name}: no finite statistics were gathered in {self.config.warmup_steps} warm-up steps; "
                     "is the model in training mode, and is its loss finite?"
                 )
+
+    def _over_ranks(self, loss: Tensor | float) -> float:
+        """The mean over ranks, the same number on each, or they would part ways."""
+        device = next(iter(self.sites.values())).gate.device
+        return float(gather(torch.as_tensor(loss, dtype=torch.float32).detach().to(device)).mean())
 
     @torch.no_grad()
     def _calibrate(self) -> None:
@@ -266,7 +367,7 @@ class TaperController:
                 self._copy_optimizer_state(parameter, target)
         if self.anchor is not None:
             self.anchor.freeze()
-        self._observe()
+        self.places = schedule.places(list(self.sites), self.config, self.spreads)
 
     def _copy_optimizer_state(self, source: nn.Parameter, target: nn.Parameter) -> None:
         optimizer = self._optimizer
@@ -276,13 +377,15 @@ class TaperController:
             optimizer.state[target][key] = value.clone() if isinstance(value, Tensor) else value
 
     def _set_gates(self) -> None:
-        # Rounded as the buffer rounds it, or a resumed run would take another path where it rounds to 1.
-        value = float(torch.tensor(schedule.gate(self.taper_clock, self.config), dtype=torch.float32))
-        for module in self.sites.values():
-            module.set_gate(value)
+        for name, module in self.sites.items():
+            # Rounded as the buffer rounds it, or a resumed run would take another path where it rounds to 1.
+            value = schedule.gate(self.taper_clock, self.config, self.places[name])
+            module.set_gate(float(torch.tensor(value, dtype=torch.float32)))
         self._observe()
 
     def _observe(self) -> None:
-        """Statistics are gathered in warm-up only."""
+        """Statistics are gathered in warm-up only; uniformity asks for a c, and for a norm that is still there."""
         for name, module in self.sites.items():
             module.observer = self._statistics[name] if self.phase == "warmup" else None
+        if self.uniformity is not None:
+            self.uniformity.active = self.step_count > 0 and self.phase != "done"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tapernorm import adapters
+from tapernorm import adapters, schedule
 from tapernorm.config import TaperConfig, nearest
 from tapernorm.controller import TaperController
 from tapernorm.modules import TaperNorm, evaluation, taper_norms
@@ -33,9 +33,9 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
 
     Raises:
         ValueError: nothing can go, a `keep` pattern matches no norm, `post=True` without post-norms,
-            `arm="all"` with a final norm that cannot go, an anchor without a final norm, a model that is tapered
-            already, one whose own code looks into its norms, or one that cannot hold the prefix (see
-            `attach_prefix`). The model is untouched then.
+            `arm="all"` with a final norm that cannot go, an anchor without a final norm, an `order` that does not fit
+            the sites, a model that is tapered already, one whose own code looks into its norms, or one that cannot
+            hold the prefix (see `attach_prefix`). The model is untouched then.
     """
     config = config or TaperConfig()
     if taper_norms(model):
@@ -48,6 +48,7 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
             f"anchor_weight={config.weight:g} needs a final norm before the output head, and none was found; "
             "set anchor_weight=0"
         )
+    schedule.places([site.name for site in chosen], config)  # refuses an order that does not fit
     for site in chosen:
         assert site.probed is not None  # choose() takes removable sites only
         neighbour = site.links[0] if site.removable or site.producer is None else site.producer

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +26,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tapernorm import adapters
 from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import NO_EPS, FixedLinear, TaperNorm, evaluation, taper_norms
 from tapernorm.prefix import prefix_of
 from tapernorm.sites import NormSite, default_example, examine, run
+from tapernorm.statistics import token_scale
 from tapernorm.trace import Consumer, tensors
 
 log = logging.getLogger(__name__)
@@ -85,8 +88,8 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
 
     Raises:
         FoldError: nothing to fold; a gate that is not 0; a norm whose readers are not all known linear maps any
-            more; weights on the meta device, quantized or wrapped; a scaled weight that overflows its dtype; an
-            output that is not finite; an error above the bound.
+            more; weights on the meta device, quantized, wrapped or sharded; a token that the seat belt would still
+            hold; a scaled weight that overflows its dtype; an output that is not finite; an error above the bound.
     """
     tapered = taper_norms(model)
     if not tapered:
@@ -94,6 +97,7 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
     inputs = default_example(model, batch=2, length=16) if example is None else example
     plan, sites, narrowed = _audit(model, tapered, inputs)
     with evaluation(model):
+        _refuse_held(model, tapered, inputs)
         before = _outputs(model, inputs)
         if not before:
             raise FoldError("the model's output on the example holds no floating-point tensor: nothing to compare")
@@ -133,6 +137,12 @@ Plan = list[tuple[NormSite, TaperNorm]]
 
 def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tuple[Plan, list[NormSite], str]:
     """Every refusal that can be known beforehand; also where a float64 model computes in float32."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) or type(parameter).__name__ == "FlatParameter":
+            raise FoldError(
+                f"{name} ({type(parameter).__name__}) is sharded or wrapped: gather it before folding, with a full "
+                "state dict loaded into a model of one process (examples/multi_node.md)"
+            )
     for name, module in tapered.items():
         if module.gate.is_meta:
             raise FoldError(f"{name} is on the meta device: load the weights first")
@@ -162,6 +172,34 @@ def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tupl
 def _targets(site: NormSite) -> tuple[Consumer, ...]:
     """The linear maps that take a norm up: what reads it or, for a post-norm, what it reads."""
     return (site.producer,) if not site.removable and site.producer else site.links
+
+
+def _refuse_held(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> None:
+    """The seat belt (`TaperConfig.cap`) is gone at gate 0: no token may be one that it would still hold."""
+    largest: dict[str, float] = {}
+
+    def watch(name: str, module: TaperNorm) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            r = token_scale(next(iter((*args, *kwargs.values()))), module.probed.kind, module.probed.eps)
+            largest[name] = float((r * module.fixed_norm.c).max())
+
+        return hook
+
+    belted = {name: module for name, module in tapered.items() if module.cap is not None}
+    handles = [m.register_forward_pre_hook(watch(n, m), with_kwargs=True) for n, m in belted.items()]
+    try:
+        if belted:
+            _outputs(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, value in largest.items():
+        if value > (cap := belted[name].cap or math.inf):
+            raise FoldError(
+                f"{name}: a token of the example has r·c = {value:.3g}, above cap={cap:g}: in the taper the seat belt "
+                "held such tokens, and without it they were never trained for. Train longer at gate 0, taper without a "
+                "cap, or pass an example that is more like real use"
+            )
 
 
 def _audit_consumer(model: nn.Module, name: str, link: Consumer, needs_bias: bool) -> None:

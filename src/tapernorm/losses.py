@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.config import TaperConfig
-from tapernorm.modules import in_backward
-from tapernorm.statistics import Average, Inputs, all_reduce, token_scale
+from tapernorm.modules import in_backward, uncompiled
+from tapernorm.statistics import Average, Inputs, gather, token_scale
 
 
 class ScaleAnchor:
@@ -40,11 +40,12 @@ class ScaleAnchor:
         self._tokens: Tensor | None = None
         self.pending = 0  # training forwards that auxiliary_loss() has not taken yet
 
-    def hook(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook on the final norm. args[0]: h, [B, T, D]"""
-        if not module.training or in_backward():
+    @uncompiled
+    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook on the final norm, whose one argument is h, [B, T, D]."""
+        if not (module.training and self.inputs.training) or in_backward():
             return
-        s = token_scale(args[0], self.kind, self.eps).reshape(-1)
+        s = token_scale(next(iter((*args, *kwargs.values()))), self.kind, self.eps).reshape(-1)
         mask = self.inputs.mask_for(s.numel())
         if mask is not None:
             s = s[mask]
@@ -60,6 +61,10 @@ class ScaleAnchor:
         self._loss = loss if self._loss is None else self._loss + loss
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no part in the graph of forwards that it did not see."""
+        return vars(self) | {"_loss": None, "_tokens": None, "pending": 0}
+
     def take(self) -> tuple[Tensor | None, Tensor | None]:
         """(Σ of λ · loss over tokens, number of tokens) since the last call; (None, None) before s_tgt is frozen."""
         loss, tokens = self._loss, self._tokens
@@ -69,7 +74,7 @@ class ScaleAnchor:
 
     def commit(self) -> None:
         """Enter this optimizer step's mean of s into the moving average."""
-        sums = all_reduce(self._sums)
+        sums = gather(self._sums).sum(0)
         self.average.update((sums[:1] / sums[1:]).reshape(1, 1), valid=sums[1:] > 0)
         self._sums = torch.zeros_like(sums)
 

@@ -3,12 +3,16 @@
     TaperNorm, rms:    g · h/r · γ            + (1 − g) · c · h · γ̃
     TaperNorm, layer:  g · ((h−μ)/σ · γ + β)  + (1 − g) · (c · (h−μ) · γ̃ + β̃)
 
+With a seat belt κ (`TaperConfig.cap`), while 0 < g < 1, a token's c is c · min(1, κ/(c r)).
+
 (arXiv 2602.10408, section 3). h: [..., D]; γ, γ̃, β, β̃: [D]; g and c: one number a site, float32 always.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -21,6 +25,7 @@ Path = Literal["exact", "mixed", "fixed"]
 # nn.TransformerEncoderLayer reads the epsilons of its norms, and where they are equal also the gains: it then computes
 # the norms itself, past their modules. This one is equal to no other.
 NO_EPS = float("nan")
+uncompiled: Any = torch.compiler.disable  # Any: as a decorator of methods its type binds to nothing
 
 
 class FixedScale(nn.Module):
@@ -103,17 +108,33 @@ class TaperNorm(nn.Module):
         bias = getattr(norm, probed.bias).reshape(width) if probed.bias else None
         own = next(norm.parameters(), g if like is None else like)
         fixed = FixedScale(g.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
+        # What its owner froze stays frozen; a norm without parameters goes with what surrounds it.
+        fixed.requires_grad_(own.requires_grad or not isinstance(own, nn.Parameter))
         self.fixed_norm: FixedScale | FixedLinear = fixed
         self.register_buffer("gate", torch.ones(1, dtype=torch.float32, device=own.device))
         self.path: Path = "exact"
+        self.cap: float | None = None  # κ of the seat belt
         self.eps = NO_EPS
         # Set by the controller while statistics are gathered; called with the input of every training forward.
         self.observer: Callable[[Tensor], None] | None = None
+        # Set by the controller where there is a uniformity loss: h -> h, with a gradient of its own.
+        self.pull: Callable[[Tensor], Tensor] | None = None
+        self._handle = _handle_of(self)
         self.train(norm.training)
 
-    def forward(self, h: Tensor) -> Tensor:
-        if self.observer is not None and self.training and not in_backward():
-            self.observer(h)
+    def forward(self, h: Tensor | None = None, **named: Tensor) -> Tensor:
+        if h is None:  # a model that passes its norms' input by name
+            (h,) = named.values()
+        if self.training:
+            if torch.compiler.is_compiling():
+                # Not asked whether there is an observer: that changes once more than the path does, and a third of
+                # the three compilations of a run would become a fourth.
+                if self.path == "exact":
+                    torch.ops.tapernorm.observe(h, self._handle)
+            elif self.observer is not None and not in_backward():
+                self.observer(h)
+            if self.pull is not None and self.path != "fixed":
+                h = self.pull(h)
         if self.path == "exact":
             return self._hold(self.norm(h), self.fixed_norm)
         if self.path == "fixed":
@@ -132,16 +153,24 @@ class TaperNorm(nn.Module):
         x = h.to(torch.promote_types(h.dtype, torch.float32))
         gate = self.gate.to(x.dtype)  # 1 − g in float32 would be the largest error of a float64 model
         a, k = (gate * self.gain()).to(x.dtype), ((1 - gate) * fixed.c * fixed.weight).to(x.dtype)
-        if self.probed.kind == "rms":
-            y: Any = _Mix.apply(x, a, k, self.probed.eps)
+        shift = None
+        if fixed.bias is not None:
+            bias = getattr(self.norm, str(self.probed.bias)).reshape(self.width)
+            shift = (gate * bias + (1 - gate) * fixed.bias).to(x.dtype)
+        if self.cap is not None:
+            y: Any = self._mix_capped(x, a, k, shift, self.cap)
+        elif self.probed.kind == "rms":
+            y = _Mix.apply(x, a, k, self.probed.eps)
         else:
-            shift = torch.zeros_like(k)
-            if fixed.bias is not None:
-                shift = (
-                    gate * getattr(self.norm, str(self.probed.bias)).reshape(self.width) + (1 - gate) * fixed.bias
-                ).to(x.dtype)
-            y = _MixCentred.apply(x, a, k, shift, self.probed.eps)
+            y = _MixCentred.apply(x, a, k, torch.zeros_like(k) if shift is None else shift, self.probed.eps)
         return y.to(torch.promote_types(h.dtype, fixed.weight.dtype))
+
+    def _mix_capped(self, x: Tensor, a: Tensor, k: Tensor, shift: Tensor | None, cap: float) -> Tensor:
+        if self.probed.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        r = torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.probed.eps)
+        y = x * torch.addcmul(a / r, k, (cap / (self.fixed_norm.c.to(x.dtype) * r)).clamp(max=1))
+        return y if shift is None else y + shift
 
     def _hold(self, y: Tensor, unused: nn.Module) -> Tensor:
         """y, with the parameters of the branch that this path leaves out kept in the graph with zero gradient.
@@ -161,6 +190,10 @@ class TaperNorm(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TaperNorm:
         return _apply_but_keep_float32(self, fn, recurse)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = _handle_of(self)  # a copy is observed for itself
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         if not self.gate.is_meta:  # the state dict is the authority for the gate, and the path follows it
@@ -168,6 +201,25 @@ class TaperNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.probed.kind}, path={self.path}"
+
+
+# Compiled code calls the observer through an operator, which is opaque to the compiler. A module is named by a tensor,
+# because a number would be compiled in, for every layer anew.
+_HANDLES: weakref.WeakValueDictionary[int, TaperNorm] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def _handle_of(module: TaperNorm) -> Tensor:
+    number = next(_NUMBERS)
+    _HANDLES[number] = module
+    return torch.tensor([number])
+
+
+@torch.library.custom_op("tapernorm::observe", mutates_args=("handle",))  # said to change it, or it would be dropped
+def _observe(h: Tensor, handle: Tensor) -> None:
+    module = _HANDLES.get(int(handle))
+    if module is not None and module.observer is not None and not in_backward():
+        module.observer(h)
 
 
 class _Mix(torch.autograd.Function):

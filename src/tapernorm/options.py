@@ -60,6 +60,13 @@ Calibration = Annotated[str, typer.Option(help="How c is found: robust, lstsq or
 Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relative. Default: by command.")]
 AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
 Keep = Annotated[list[str] | None, typer.Option(help="Glob pattern of norms to leave alone; may be repeated.")]
+Uniformity = Annotated[float, typer.Option(help="Weight of the uniformity loss, (log r·c)² at every norm.")]
+Cap = Annotated[float | None, typer.Option(help="Seat belt: no token's r·c counts for more than this in the taper.")]
+Stagger = Annotated[float, typer.Option(help="Start the norms one after another, over this share of the taper.")]
+Order = Annotated[str, typer.Option(help="Which go first when staggered: depth, reverse or difficulty.")]
+Guard = Annotated[
+    float, typer.Option(help="Hold the gate where the loss is this many nats above the warm-up's. 0: no guard.")
+]
 Baseline = Annotated[bool, typer.Option(help="Also train the model with its norms on the same batches.")]
 EvalTokens = Annotated[int, typer.Option(help="Tokens of validation text to measure on.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data order.")]

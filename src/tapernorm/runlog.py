@@ -48,6 +48,7 @@ class RunLog(TrainerCallback):
         self.sites = {s.name: (s.kind, s.eps) for s in sites if s.role in ("internal", "final")}
         self.final = next((s.name for s in sites if s.role == "final"), None)
         self.tokens = 0
+        self.told = 0
         self.clock = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,6 +56,8 @@ class RunLog(TrainerCallback):
         rows = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         kept = [row for row in rows if _step_of(row) <= state.global_step]  # later ones belong to lost steps
         self.path.write_text("".join(f"{row}\n" for row in kept), encoding="utf-8")
+        # the guard's events that are in the log already
+        self.told = max((e["step"] for e in (self.controller.events if self.controller is not None else ())), default=0)
         self.advance(state.global_step)
         self.tokens_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.tokens_a_step *= kwargs["train_dataloader"].dataset[0]["input_ids"].numel()
@@ -78,15 +81,21 @@ class RunLog(TrainerCallback):
         last = state.global_step >= state.max_steps
         if self.controller is not None:
             row["c"] = self.controller.scales
+            if self.controller.config.stagger:
+                row["gates"] = self.controller.gates
         if state.global_step % (2 * self.every) == 0 or last:
             device = next(model.parameters()).device
             found = dataclasses.asdict(diagnose(model, self.watched.to(device), self.sites, self.final))
             row |= found
         if state.global_step % (10 * self.every) == 0 or last:
             row["eval_loss"] = evaluate(model, self.quick).loss
+        events = self.controller.events if self.controller is not None else []
+        if new := [event for event in events if event["step"] > self.told]:
+            row["events"], self.told = new, max(event["step"] for event in new)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        if not math.isfinite(row["loss"]):
+        # A guard has its own way with that: it holds the gate, and keeps the step from the weights.
+        if not math.isfinite(row["loss"]) and (self.controller is None or self.controller.guard is None):
             raise Diverged(
                 f"{self.path.parent.name}: the loss is {row['loss']} at step {state.global_step}, "
                 f"gate {row['gate']:.2f}; give the scales more time to settle (warmup_steps), a slower taper "

@@ -38,6 +38,7 @@ from tapernorm import bench, data, hub
 from tapernorm.config import SIZES, RunConfig
 from tapernorm.convert import choose, get_controller, taper_
 from tapernorm.fold import fold_
+from tapernorm.guard import GuardStop
 from tapernorm.progress import bar
 from tapernorm.report import write_report
 from tapernorm.runlog import RunLog
@@ -121,8 +122,10 @@ class Run:
         temporary.replace(self.folder / "run.json")
 
     def event(self, step: int, kind: str, text: str) -> None:
-        """Something that the reader of the report should know."""
-        self.update(events=[*self.record.get("events", []), {"step": step, "kind": kind, "text": text}])
+        """Something that the reader of the report should know. Told twice it is one, as where a run was resumed."""
+        events, new = self.record.get("events", []), {"step": step, "kind": kind, "text": text}
+        if new not in events:
+            self.update(events=[*events, new])
 
 
 @dataclasses.dataclass
@@ -144,6 +147,8 @@ def execute(config: RunConfig, overwrite: bool = False, resume: bool = False) ->
         ValueError: bad input; nothing was written then.
         FoldError: the trained model cannot be folded; what was trained is in the run's folder.
         MassiveTokenError: see `TaperController.step`.
+        GuardStop: the run did not recover (the last sound model is in `RUN/<arm>/sound`), or the guard slowed the
+            taper so far that its end was not reached.
     """
     run = Run.open(config, overwrite, resume)
     if resume and run.record.get("status") == "done":
@@ -343,7 +348,11 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
         trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance))
         checkpoint = last_checkpoint(folder)
         started = time.perf_counter()
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:  # also where the guard gave up
+            for event in controller.events if controller is not None else ():
+                run.event(**event)
     spent = {**run.record.get("training_seconds", {}), name: time.perf_counter() - started}
     run.update(training_seconds=spent)  # of the last sitting, where a run was resumed
     if controller is not None and controller.dropped_batches:
@@ -351,6 +360,11 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
             controller.config.warmup_steps,
             "statistics",
             f"{controller.dropped_batches} batches were not finite and were left out of the statistics",
+        )
+    if controller is not None and controller.gate > 0:
+        raise GuardStop(
+            f"{name}: the guard slowed the taper, and it ended at gate {controller.gate:.2f} instead of 0 after "
+            f"{config.steps} steps; raise steps, or see the events in {run.folder / 'run.json'}"
         )
     hub.save_pretrained(model, final, tokenizer=material.tokenizer, overwrite=True)
     for path in folder.glob("checkpoint-*"):

@@ -6,8 +6,9 @@ For one token h with scale r (σ for a layer norm, after the mean is taken off) 
     robust:  c = E[e / r³] / E[e / r²]       the same with each token weighted by 1/r²
     log:     c = exp(−E[log r])              the optimum of (log r·c)²
 
-Sums are taken over the tokens of one optimizer step: over micro-batches and ranks, without padding. Each step's
-means enter a bias-corrected moving average; c = num / (den + 1e-12). (arXiv 2602.10408, section 3.)
+Sums are taken over the tokens of one optimizer step: over micro-batches and ranks, without padding; in a forward of
+more than 1,024 tokens a fixed sample stands for all. Each step's means enter a bias-corrected moving average;
+c = num / (den + 1e-12). (arXiv 2602.10408, section 3.)
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 from tapernorm.config import TaperConfig
 from tapernorm.modules import TaperNorm
 
-_FIELDS = ("num", "den", "log_r", "r")  # what is averaged, in the order of the sums
-_MEDIAN_TOKENS = 4096  # a strided sample this large stands for the batch where a median is taken
+FIELDS = ("num", "den", "log_r", "log_r²", "r")  # what is averaged, in the order of the sums
+_SAMPLE = 1024  # tokens of one forward that are looked at; more are sampled
 
 
 class MassiveTokenError(RuntimeError):
@@ -36,6 +37,9 @@ class Inputs:
 
     mask: Tensor | None = None  # [B, T], nonzero for real tokens
     ids: Tensor | None = None  # [B, T]
+    # Whether gradients were on when the model was entered. Not asked at the norms: the first pass of reentrant
+    # checkpointing has them off.
+    training: bool = True
 
     def mask_for(self, tokens: int) -> Tensor | None:
         """The mask as booleans over `tokens` flattened tokens, or None where all count."""
@@ -53,75 +57,87 @@ def token_scale(h: Tensor, kind: str, eps: float) -> Tensor:
 
 
 class SiteStatistics:
-    """The sums of one site over one optimizer step, and the worst token of the warm-up.
+    """The sums of one site over one optimizer step, and the token that stood out most in it.
 
-    Sums are plain float32 tensors on the site's device, not registered buffers: DistributedDataParallel would
-    overwrite each rank's own with those of rank 0.
+    Plain float32 tensors on the site's device, not registered buffers: DistributedDataParallel would overwrite each
+    rank's own with those of rank 0.
     """
 
     def __init__(self, module: TaperNorm, config: TaperConfig, inputs: Inputs) -> None:
         self.module = module
         self.calibration = config.calibration
         self.inputs = inputs
-        self._sums: Tensor | None = None  # [6]: count, num, den, log r, r, non-finite batches
+        self._sums: Tensor | None = None  # [7]: count, the FIELDS, non-finite batches
         self._worst: Tensor | None = None  # [3]: r / median, position, token id (−1 where not known)
 
     @torch.no_grad()
     def __call__(self, h: Tensor) -> None:
         """Add the tokens of one training forward. h: [..., D]"""
-        norm = self.module.probed
+        if not self.inputs.training:
+            return
+        norm, width = self.module.probed, h.shape[-1]
+        tokens, length = h.numel() // width, h.shape[-2] if h.dim() > 2 else h.numel() // width
+        mask = self.inputs.mask_for(tokens)
+        every = stride(tokens, length)
         with torch.autocast(h.device.type, enabled=False):
-            x = h.detach().to(torch.promote_types(h.dtype, torch.float32)).reshape(-1, h.shape[-1])
+            x = h.detach().reshape(-1, width)[::every]
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
             if norm.kind == "layer":
                 x = x - x.mean(-1, keepdim=True)
             square = x.pow(2)
             r = torch.sqrt(square.mean(-1) + norm.eps)
+            log = r.log()
             if self.calibration == "log":
                 num = den = torch.ones_like(r)
             else:
                 energy = square @ self.module.gain().to(x.dtype).pow(2)
                 den = energy / r.pow(2) if self.calibration == "robust" else energy
                 num = den / r
-            mask = self.inputs.mask_for(r.numel())
-            rows = torch.stack([torch.ones_like(r), num, den, r.log(), r])
+            rows = torch.stack([torch.ones_like(r), num, den, log, log * log, r])
             if mask is not None:  # where, not times: padding may hold anything, and 0 · inf is not 0
+                mask = mask[::every]
                 rows = torch.where(mask, rows, 0.0)
-            sums = rows.sum(-1).float()
+            sums = rows.sum(-1).float() * every  # as many as it stands for
             finite = torch.isfinite(sums).all()
             sums = torch.cat([torch.where(finite, sums, 0.0), (~finite).float().reshape(1)])
             self._sums = sums if self._sums is None else self._sums + sums
-            self._note_worst(r, mask, h.shape)
+            self._note_worst(r, mask, every, tokens, length)
 
-    def _note_worst(self, r: Tensor, mask: Tensor | None, shape: torch.Size) -> None:
-        stride = max(1, r.numel() // _MEDIAN_TOKENS)
+    def _note_worst(self, r: Tensor, mask: Tensor | None, every: int, tokens: int, length: int) -> None:
         # masked tokens become NaN, which nanmedian leaves out
         seen = r if mask is None else torch.where(mask, r, torch.nan)
-        ratio = torch.where(torch.isfinite(seen), seen, 0.0) / seen[::stride].nanmedian()
-        index = ratio.argmax()
+        largest, index = torch.where(torch.isfinite(seen), seen, 0.0).max(0)
+        where = index * every
         ids = self.inputs.ids
-        token = ids.reshape(-1)[index] if ids is not None and ids.numel() == r.numel() else torch.tensor(-1.0)
-        length = shape[-2] if len(shape) > 2 else r.numel()
-        found = torch.stack([ratio[index].float(), (index % length).float(), token.to(r.device).float()])
+        token = ids.reshape(-1)[where] if ids is not None and ids.numel() == tokens else torch.full_like(where, -1)
+        found = torch.stack(
+            [(largest / seen.nanmedian()).float(), (where % length).float(), token.to(r.device).float()]
+        )
         if self._worst is None:
             self._worst = torch.zeros_like(found)
         self._worst = torch.where(found[0] > self._worst[0], found, self._worst)  # NaN > x is False
 
-    def restart(self, worst: Tensor | None) -> None:
-        """No sums, and the worst token of a saved state."""
-        self._sums = None
-        self._worst = None if worst is None else worst.to(self.module.gate.device, copy=True)
+    def pending(self) -> Tensor:
+        """What was gathered since the last `drop`: count, FIELDS, non-finite batches, worst token. [10] float32"""
+        device = self.module.gate.device
+        parts = ((self._sums, 7), (self._worst, 3))
+        return torch.cat([torch.zeros(n, device=device) if t is None else t.to(device) for t, n in parts])
 
-    def take(self) -> Tensor:
-        """The sums since the last call, [6] float32; they start at zero again."""
-        sums, self._sums = self._sums, None
-        return torch.zeros(6, device=self.module.gate.device) if sums is None else sums
+    def drop(self) -> None:
+        """Forget what was gathered: it has been committed, or its step did not happen."""
+        self._sums = self._worst = None
 
-    def worst(self) -> tuple[float, int, int]:
-        """(r / median, position, token id) of the token that stood out most since warm-up began."""
-        if self._worst is None:
-            return 0.0, -1, -1
-        ratio, position, token = self._worst.tolist()
-        return ratio, int(position), int(token)
+
+def stride(tokens: int, length: int) -> int:
+    """Every how many tokens one is looked at, so that a large forward costs no more than 1,024 tokens.
+
+    Prime to the sequence length: the sample then meets every position alike, and the first token of a sequence,
+    which is the massive one where there is one, not more often than any other.
+    """
+    every = -(-tokens // _SAMPLE)
+    while math.gcd(every, length) != 1:
+        every += 1
+    return every
 
 
 class Average:
@@ -144,22 +160,36 @@ class Average:
         return self.total / self.weight
 
 
-def all_reduce(sums: Tensor) -> Tensor:
-    """The sum over all ranks; `sums` itself in a single process."""
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(sums)
-    return sums
+def gather(rows: Tensor) -> Tensor:
+    """`rows` of every rank, [ranks, ...]: the same on all of them, so that what is made of it is the same, too."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return rows[None]
+    found = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, rows.contiguous())
+    return torch.stack(found)
+
+
+def most_outstanding(found: Tensor) -> Tensor:
+    """Of several worst tokens of each site the one that stands out most. found: [N, sites, 3] -> [sites, 3]"""
+    return found[found[..., 0].argmax(0), torch.arange(found.shape[1], device=found.device)]
+
+
+def spread(averages: Tensor) -> Tensor:
+    """The standard deviation of log r over tokens, from the averages [sites, FIELDS] -> [sites]."""
+    return (averages[:, 3] - averages[:, 2] ** 2).clamp(min=0).sqrt()
 
 
 def scale(averages: Tensor, calibration: str) -> Tensor:
-    """c of every site from its averages [sites, 4] (num, den, log r, r) -> [sites]."""
+    """c of every site from its averages [sites, FIELDS] -> [sites]."""
     if calibration == "log":
         return torch.exp(-averages[:, 2])
     return averages[:, 0] / (averages[:, 1] + 1e-12)
 
 
-def refuse_massive(found: dict[str, tuple[float, int, int]], config: TaperConfig) -> None:
+def refuse_massive(found: dict[str, list[float]], config: TaperConfig) -> None:
     """Raise for the token that stands out most, if it stands above `massive_ratio` times its site's median.
+
+    found: (r / median, position, token id) of each site's worst token; an id of −1 is not known.
 
     Raises:
         MassiveTokenError: naming site, position and token id.
@@ -169,9 +199,9 @@ def refuse_massive(found: dict[str, tuple[float, int, int]], config: TaperConfig
     name, (ratio, position, token) = max(found.items(), key=lambda item: item[1][0])
     if not ratio > config.massive_ratio or math.isnan(ratio):
         return
-    which = f"token id {token}" if token >= 0 else "a token"
+    which = f"token id {int(token)}" if token >= 0 else "a token"
     raise MassiveTokenError(
-        f"{name}: {which} at position {position} had a scale of {ratio:.1f} times the site's median during "
+        f"{name}: {which} at position {int(position)} had a scale of {ratio:.1f} times the site's median during "
         f"warm-up (massive_ratio={config.massive_ratio:g}); with a fixed scale such a token swamps the layer. "
         "Leave the norm in place with keep=(...), or go on all the same with allow_massive=True"
     )
