@@ -46,8 +46,28 @@ def _main(
 
 
 @app.command()
-def inspect(model: o.Model, as_json: o.Json = False, config: o.Config = None) -> None:
-    """List the norms of a model: what each computes, who reads it, whether it can go and why not."""
+def inspect(
+    model: o.Model,
+    text: o.Text = None,
+    tokens: o.Tokens = 4096,
+    out: o.Page = None,
+    text_column: o.Column = "text",
+    split: o.Split = None,
+    as_json: o.Json = False,
+    config: o.Config = None,
+) -> None:
+    """List the norms of a model: what each computes, who reads it, whether it can go and why not.
+
+    With --text: the scale of every token at every norm, who stands out, which constant prefix cures it, and what each
+    norm costs taken out alone. Writes a page, inspect-<model>.html, into the folder it is run in, or where --out says;
+    with --json only where --out says.
+
+    Example: tapernorm inspect smollm2-135m --text stories.jsonl
+    """
+    if text is not None:
+        return _inspect_text(model, text, tokens, out, text_column, split, as_json)
+    if out is not None:
+        raise ValueError("--out names the page about a text: pass --text FILE with it")
     from tapernorm import find_sites, from_pretrained
 
     loaded, _ = from_pretrained(model)
@@ -68,6 +88,71 @@ def inspect(model: o.Model, as_json: o.Json = False, config: o.Config = None) ->
     removable = [site for site in sites if site.removable]
     print(f"{len(removable)} of {len(sites)} norms can go, {sum(s.role == 'final' for s in removable)} of them final")
     return None
+
+
+def _inspect_text(
+    model: str, text: str, tokens: int, out: Path | None, column: str, split: str | None, as_json: bool
+) -> None:
+    from tapernorm import survey_page as page
+
+    path = page.page_path(model, out) if out or not as_json else None
+    seen = page.look(model, text, tokens, column, split)
+    if path is not None:
+        page.write_page(seen, path)
+    if as_json:
+        return _print_json({**page.to_dict(seen), "page": str(path) if path else None})
+    _console().print(page.scale_table(seen))
+    print("\n".join(["", *page.sentences(seen), page.advice(seen), "", "page:", f"  {path}", "try next:"]))
+    print(f"  {page.command(seen)}")
+    return None
+
+
+@app.command()
+def remove(
+    model: o.Model,
+    data: o.Data,
+    out: o.Out,
+    budget: Annotated[str, typer.Option(help="How far the loss may rise: 1% or 0.01.")] = "1%",
+    prefix: Annotated[str, typer.Option(help="Constant prefix: auto, none, or token ids such as 0,504.")] = "auto",
+    arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it may go too.")] = "internal",
+    keep: o.Keep = None,
+    refit: Annotated[bool, typer.Option(help="Also fit the linear maps that write into the residual.")] = True,
+    fit_tokens: Annotated[int, typer.Option(help="Tokens of the training text to fit on.")] = 12_288,
+    eval_tokens: o.EvalTokens = 65_536,
+    text_column: o.Column = "text",
+    split: o.Split = None,
+    other_data: Annotated[str | None, typer.Option(help="Unrelated text to measure on as well.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Append one row about the removal to this CSV file.")] = None,
+    overwrite: o.Overwrite = False,
+    as_json: o.Json = False,
+    config: o.Config = None,
+) -> None:
+    """Take out, without training, as many norms as a loss budget allows; verify, measure, and write a report.
+
+    Exit code 3 when the loss on validation text came out above the budget by more than a quarter of it, or a token's
+    loss is not finite any more; the model is written all the same.
+
+    Example: tapernorm remove smollm2-135m --data stories.jsonl --budget 1% --out runs/free
+    """
+    _remove({k: v for k, v in locals().items() if k != "config"})
+
+
+def _remove(options: dict[str, Any]) -> None:
+    from tapernorm import removal
+    from tapernorm.removal_report import removal_table
+
+    overwrite, as_json = options.pop("overwrite"), options.pop("as_json")
+    options |= {"keep": tuple(options["keep"] or ()), "csv": options["csv"] and str(options["csv"])}
+    record = removal.execute(removal.RemovalConfig(**options), overwrite=overwrite)
+    if as_json:
+        _print_json(removal.summary(record))
+    else:
+        _console().print(removal_table(record))
+        print(f"\ngenerate text:\n  {record['generate_command']}")
+    for sentence in record["failed"]:
+        print(f"tapernorm: {sentence}", file=sys.stderr)
+    if record["failed"]:
+        raise typer.Exit(NUMERICAL)
 
 
 @app.command()

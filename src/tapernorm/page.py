@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def render(template: str, view: Mapping[str, Any]) -> str:
     """The page that a template of this package makes of `view`. Every `format_x` below is `x` in a template."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"breakable": _breakable}
+    environment.filters |= {"breakable": _breakable, "codes": _codes}
     environment.globals |= {name[7:]: each for name, each in globals().items() if name.startswith("format_")}
     environment.globals["missing"] = MISSING
     return environment.get_template(template).render(view)
@@ -127,3 +128,17 @@ def finite(value: Any, show: Any) -> str:
 def _breakable(name: Any) -> Markup:
     """A dotted name that may wrap after its dots and underscores."""
     return Markup(str(escape(str(name))).replace(".", ".<wbr>").replace("_", "_<wbr>"))
+
+
+def _codes(text: Any) -> Markup:
+    """What stands between backticks, as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(text)))))
+
+
+def plain(value: Any, infinite: float | None = None) -> Any:
+    """`value` as strict JSON has it: tuples are lists, and numbers that are not finite are `infinite`."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each, infinite) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each, infinite) for each in value]
+    return infinite if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,7 +41,12 @@ def write_report(run: Path) -> Path:
     """
     run = Path(run)
     data, logs, notes = _read(run)
-    page = render("report.html.j2", _view(run, data, logs, notes))
+    if data.get("kind") == "remove":
+        from tapernorm.removal_report import render_removal
+
+        page = render_removal(run, data)
+    else:
+        page = render("report.html.j2", _view(run, data, logs, notes))
     path = run / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
@@ -146,7 +151,7 @@ def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _part(losses, name).get("loss") for key, name in names.items()}
 
 
-def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Benchmark rows that may be compared: same model, mode, batch, cache, compile mode and dtype."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     rows = _part(run, "bench").get("rows")
@@ -179,7 +184,7 @@ def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of one benchmark setting, by variant: decoding, where that was measured."""
-    groups = _bench_groups(run)
+    groups = bench_groups(run)
     by_variant = [{row["variant"]: row for row in group["rows"]} for group in groups]
     wanted = {"stock", "folded"}
     best = max(
@@ -191,7 +196,7 @@ def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**best, "title": title}
 
 
-def _fold_rows(run: Mapping[str, Any], sites: list[str]) -> list[dict[str, Any]]:
+def fold_rows(run: Mapping[str, Any], sites: Iterable[str] = ()) -> list[dict[str, Any]]:
     """One row a norm, numbered as in the figures: in order of execution as far as the logs know it."""
     fold = _part(run, "fold")
     folded, kept = (list(fold.get(key) or ()) for key in ("folded", "kept"))
@@ -222,8 +227,8 @@ def _view(run: Path, data: dict[str, Any], logs: dict[str, Any], notes: list[str
     events = [event for event in data.get("events") or () if isinstance(event, dict)]
     view = {
         "run": data, "name": run.resolve().name, "tapered": tapered, "baseline": baseline, "losses": losses,
-        "fold": _part(data, "fold"), "verify": _part(data, "verify"), "fold_rows": _fold_rows(data, sites),
-        "bench": _bench_groups(data), "samples": [s for s in data.get("samples") or () if isinstance(s, dict)],
+        "fold": _part(data, "fold"), "verify": _part(data, "verify"), "fold_rows": fold_rows(data, sites),
+        "bench": bench_groups(data), "samples": [s for s in data.get("samples") or () if isinstance(s, dict)],
         "events": events, "notes": notes, "part": lambda key: _part(data, key),
         "chosen": lambda key: {k: v for k, v in _part(data, key).items() if v not in (None, "", [], ())},
         "figure": _draw_all(data, logs, sites, tapered, baseline),
@@ -254,7 +259,7 @@ def _draw_all(
     if measured("logit_std", "logit_max", "prelogit_scale", "radial_gradient"):
         label = f"Logit scale, scale of the last residual and radial gradient over steps, arms {arms}."
         draws["logits"] = figures.logit_panels(logs, colours), label
-    if groups := _bench_groups(run):
+    if groups := bench_groups(run):
         label = "Tokens a second by variant; the numbers are in the table below the figure."
         draws["bench"] = figures.throughput([(g["title"], g["rows"]) for g in groups]), label
     return {name: Markup(figures.inline(draw, name, label)) for name, (draw, label) in draws.items()}
