@@ -6,7 +6,6 @@ input is wrong, 3 a numerical check failed.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,6 +15,9 @@ import typer
 
 from tapernorm import options as o
 from tapernorm.config import SIZES, RunConfig
+from tapernorm.output import NUMERICAL
+from tapernorm.output import console as _console
+from tapernorm.output import print_json as _print_json
 
 app = typer.Typer(
     name="tapernorm",
@@ -27,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-NUMERICAL, INPUT, INTERRUPTED = 3, 2, 130
+INPUT, INTERRUPTED = 2, 130
 
 
 def _version(asked: bool) -> None:
@@ -65,7 +67,9 @@ def inspect(
     Example: tapernorm inspect smollm2-135m --text stories.jsonl
     """
     if text is not None:
-        return _inspect_text(model, text, tokens, out, text_column, split, as_json)
+        from tapernorm.commands import inspect_text
+
+        return inspect_text(model, text, tokens, out, text_column, split, as_json)
     if out is not None:
         raise ValueError("--out names the page about a text: pass --text FILE with it")
     from tapernorm import find_sites, from_pretrained
@@ -87,23 +91,6 @@ def inspect(
     _console().print(table)
     removable = [site for site in sites if site.removable]
     print(f"{len(removable)} of {len(sites)} norms can go, {sum(s.role == 'final' for s in removable)} of them final")
-    return None
-
-
-def _inspect_text(
-    model: str, text: str, tokens: int, out: Path | None, column: str, split: str | None, as_json: bool
-) -> None:
-    from tapernorm import survey_page as page
-
-    path = page.page_path(model, out) if out or not as_json else None
-    seen = page.look(model, text, tokens, column, split)
-    if path is not None:
-        page.write_page(seen, path)
-    if as_json:
-        return _print_json({**page.to_dict(seen), "page": str(path) if path else None})
-    _console().print(page.scale_table(seen))
-    print("\n".join(["", *page.sentences(seen), page.advice(seen), "", "page:", f"  {path}", "try next:"]))
-    print(f"  {page.command(seen)}")
     return None
 
 
@@ -134,25 +121,10 @@ def remove(
 
     Example: tapernorm remove smollm2-135m --data stories.jsonl --budget 1% --out runs/free
     """
-    _remove({k: v for k, v in locals().items() if k != "config"})
+    options = {k: v for k, v in locals().items() if k != "config"}
+    from tapernorm.commands import remove_norms
 
-
-def _remove(options: dict[str, Any]) -> None:
-    from tapernorm import removal
-    from tapernorm.removal_report import removal_table
-
-    overwrite, as_json = options.pop("overwrite"), options.pop("as_json")
-    options |= {"keep": tuple(options["keep"] or ()), "csv": options["csv"] and str(options["csv"])}
-    record = removal.execute(removal.RemovalConfig(**options), overwrite=overwrite)
-    if as_json:
-        _print_json(removal.summary(record))
-    else:
-        _console().print(removal_table(record))
-        print(f"\ngenerate text:\n  {record['generate_command']}")
-    for sentence in record["failed"]:
-        print(f"tapernorm: {sentence}", file=sys.stderr)
-    if record["failed"]:
-        raise typer.Exit(NUMERICAL)
+    remove_norms(options)
 
 
 @app.command()
@@ -297,13 +269,14 @@ def verify(
 ) -> None:
     """Compare two models: logits, greedy tokens, cached against uncached, loss. Exit code 3 if they differ."""
     from tapernorm import from_pretrained
+    from tapernorm.commands import blocks_of
     from tapernorm.sites import context_length
     from tapernorm.verify import verify as compare
 
     first, _ = from_pretrained(a)
     second, tokenizer = from_pretrained(b)
     length = min(block, context_length(second))
-    ids = _blocks(second, tokenizer, data, text_column, split, length, blocks)
+    ids = blocks_of(second, tokenizer, data, text_column, split, length, blocks)
     result = compare(first, second, ids)
     if as_json:
         _print_json(result.to_dict())
@@ -331,6 +304,7 @@ def evaluate(
 ) -> None:
     """The loss of a model on the validation part of a text: mean, median and tail."""
     from tapernorm import from_pretrained
+    from tapernorm.commands import blocks_of
     from tapernorm.progress import bar
     from tapernorm.sites import context_length
     from tapernorm.verify import evaluate as measure
@@ -340,7 +314,7 @@ def evaluate(
     length = block or min(512, context)
     if length > context:
         raise ValueError(f"block={length} is longer than the model's context of {context} tokens")
-    ids = _blocks(loaded, tokenizer, data, text_column, split, length, max(1, eval_tokens // length))
+    ids = blocks_of(loaded, tokenizer, data, text_column, split, length, max(1, eval_tokens // length))
     with bar("loss", len(ids) // 8 + 1) as advance:
         losses = measure(loaded, ids, progress=advance)
     if as_json:
@@ -362,34 +336,9 @@ def bench(
     config: o.Config = None,
 ) -> None:
     """Decoding speed of a model with its norms, with functional norms, unfused and folded, in one interleaved run."""
-    from tapernorm.bench import append_csv, stock_like, variants
-    from tapernorm.bench import bench as measure
-    from tapernorm.config import TaperConfig
-    from tapernorm.progress import bar
+    from tapernorm.commands import time_decoding
 
-    TaperConfig(arm=arm)  # type: ignore[arg-type]  # refuses an unknown arm
-    models = variants(stock_like(model), arm=arm)  # type: ignore[arg-type]
-    sizes = batch or [1, 4]
-    with bar("decoding speed", len(sizes) * (rounds + 1)) as advance:
-        rows = [
-            row
-            for size in sizes
-            for row in measure(
-                models, batch=size, new_tokens=new_tokens, rounds=rounds, name=Path(model).name, progress=advance
-            )
-        ]
-    if csv is not None:
-        append_csv(csv, rows)
-    if as_json:
-        return _print_json({"rows": rows})
-    from rich.table import Table
-
-    table = Table("variant", "batch", "tokens/s", "p20", "p80", "ratio to stock", title=f"{model}: decoding")
-    for row in rows:
-        speeds = (f"{row[k]:,.0f}" for k in ("tokens_per_second", "p20", "p80"))
-        table.add_row(row["variant"], str(row["batch"]), *speeds, f"{row['ratio']:.3f}")
-    _console().print(table)
-    return None
+    time_decoding(model, arm, batch or [1, 4], new_tokens, rounds, csv, as_json)
 
 
 @app.command()
@@ -402,34 +351,9 @@ def generate(
     config: o.Config = None,
 ) -> None:
     """Write text with a model, as it comes."""
-    import torch
-    from transformers import TextStreamer
+    from tapernorm.commands import write_text
 
-    from tapernorm import from_pretrained
-    from tapernorm.sites import context_length
-
-    loaded, tokenizer = from_pretrained(model)
-    if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer beside it; put its tokenizer's files into the folder")
-    torch.manual_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
-    ids = inputs["input_ids"]
-    if not ids.numel():
-        raise ValueError("the prompt has no tokens; give --prompt some text")
-    context = context_length(loaded)
-    if ids.shape[1] >= context:
-        raise ValueError(f"the prompt has {ids.shape[1]} tokens, and the model's context is {context}")
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    )
-    loaded.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=min(max_new_tokens, context - ids.shape[1]),
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        **sampling,
-    )
+    write_text(model, prompt, max_new_tokens, temperature, seed)
 
 
 @app.command()
@@ -444,36 +368,11 @@ def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], as
     return None
 
 
-def _blocks(
-    model: Any, tokenizer: Any, source: str | None, column: str, split: str | None, length: int, count: int
-) -> Any:
-    """Validation blocks of a text, or random ids. [N, length]"""
-    import torch
-
-    if source is None:
-        return torch.randint(model.config.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
-    from tapernorm.data import load_text, pack
-
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer beside it, so it cannot read a text")
-    return pack(load_text(source, column, split).validation, tokenizer, length, limit=count)
-
-
 def _refuse_occupied(out: str, overwrite: bool) -> None:
     """Before the work, not after it."""
     path = Path(out)
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{path} is not empty; pass --overwrite to replace the model in it, or another --out")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
 
 
 def main() -> None:

@@ -16,19 +16,17 @@ import datetime
 import math
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from tapernorm import bench, data, hub
 from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig, nearest
 from tapernorm.convert import choose, get_controller
-from tapernorm.modules import evaluation
+from tapernorm.headroom import largest_activation
 from tapernorm.page import plain
 from tapernorm.prefix import _position_tables
 from tapernorm.progress import bar, stages
@@ -38,7 +36,6 @@ from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.survey import parts_of
 from tapernorm.verify import evaluate, greedy_tokens, verify
 
-FP16_LARGEST = 65_504.0
 SLACK = 1.25  # times the budget: the loss on unseen text may rise by so much more than on the text that chose
 WANTED_TOKENS = 60_000  # fewer say little about a 99.9th percentile
 _ROUNDS, _NEW_TOKENS = 7, 32  # of the decoding benchmark
@@ -320,41 +317,6 @@ def _remove(config: RemovalConfig, work: _Work) -> Removal:
             if prefix is None and "prefix" in str(error):
                 raise ValueError(f"{error} (or pass --prefix none to go without, or token ids)") from error
             raise
-
-
-@torch.no_grad()
-def largest_activation(model: Any, ids: Tensor) -> tuple[float, str]:
-    """The largest absolute value that enters or leaves a linear map, or leaves a block, and which: fp16 ends at 65,504.
-
-    ids: [N, T]. Attention scores are not looked at; kernels form those in float32.
-    """
-    found: dict[str, float] = {}
-    where: list[Callable[[], None]] = []
-
-    def note(name: str, values: Any) -> None:
-        values = values[0] if isinstance(values, tuple) and values else values
-        if isinstance(values, Tensor) and values.is_floating_point() and values.numel():
-            size = float(torch.nan_to_num(values.detach().abs().amax(), nan=math.inf))
-            found[name] = max(found.get(name, 0.0), size)
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            before = module.register_forward_pre_hook(lambda m, args, name=name: note(f"{name} (input)", args))
-            after = module.register_forward_hook(lambda m, args, out, name=name: note(f"{name} (output)", out))
-            where += [before.remove, after.remove]
-        elif isinstance(module, nn.ModuleList):
-            for index, block in enumerate(module):
-                place = f"{name}.{index} (output)"
-                where.append(block.register_forward_hook(lambda m, args, out, n=place: note(n, out)).remove)
-    try:
-        with evaluation(model):
-            for rows in ids.split(2):
-                model(input_ids=rows.to(next(model.parameters()).device), use_cache=False, logits_to_keep=1)
-    finally:
-        for remove in where:
-            remove()
-    worst = max(found, key=lambda name: found[name], default="")
-    return found.get(worst, 0.0), worst
 
 
 def _reasons(config: RemovalConfig, work: _Work, removal: Removal) -> dict[str, str]:

@@ -133,7 +133,7 @@ def _costs(found: Survey) -> list[str]:
             "less."
         )
     else:
-        said.append(f"None costs more than {COSTLY:g}.")
+        said.append(f"No norm costs more than {COSTLY:g}.")
     final = [name for name in found.costs if found.parts[name] == "head"]
     if final:
         said.append(f"The final norm, which stays unless --arm all, costs {_nats(found.costs[final[0]])} alone.")
