@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import Call, call, models, text  # noqa: F401  (fixtures)
-from test_report import Page
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tapernorm as tn
@@ -23,6 +21,8 @@ from tapernorm.page import plain
 from tapernorm.prefix import Trial, prefix_of
 from tapernorm.survey import norm_costs, parts_of, survey, text_ids
 from tapernorm.verify import evaluate
+from test_cli import Call, call, models, text  # noqa: F401  (fixtures)
+from test_report import Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -50,9 +50,9 @@ class Words:
 
     bos_token_id, eos_token_id, unk_token_id, all_special_ids = 0, 1, None, (0, 1, 2)
 
-    def __call__(self, text: str | list[str], **_: Any) -> dict[str, Any]:
-        rows = [[3 + ord(c) % 290 for c in each] for each in ([text] if isinstance(text, str) else text)]
-        return {"input_ids": rows[0] if isinstance(text, str) else rows}
+    def __call__(self, given: str | list[str], **_: Any) -> dict[str, Any]:
+        rows = [[3 + ord(c) % 290 for c in each] for each in ([given] if isinstance(given, str) else given)]
+        return {"input_ids": rows[0] if isinstance(given, str) else rows}
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return " ".join(f"<{i}>" for i in ids)

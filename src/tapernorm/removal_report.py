@@ -49,7 +49,7 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
     folded, total = len(fold.get("folded") or ()), record.get("sites_total") or "?"
     said = [f"{folded} of {total} norms of {model} were taken out without training, under a loss budget of {limit}."]
     if not folded:
-        said[0] = f"Not one of {total} norms of {model} can be taken out without training under a loss budget of {limit}."
+        said[0] = f"Not one of {total} norms of {model} goes without training under a loss budget of {limit}."
         said.append(
             "A larger budget, more text (--fit-tokens), or `tapernorm taper`, which trains them away, may help."
         )
