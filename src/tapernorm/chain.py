@@ -29,14 +29,17 @@ class Chain:
     Args:
         model: a transformers model.
         sites: its norms; the blocks are the list of modules that holds most of them.
+        ids: [N, T] some token ids, for a trial.
         batch: sequences in one forward.
+        fast: bfloat16 products where the processor has them; hidden states keep the model's dtype.
 
     Raises:
         ValueError: the norms do not sit in one list of blocks that hand one hidden state on.
     """
 
-    def __init__(self, model: Any, sites: list[NormSite], ids: Tensor, batch: int = 4) -> None:
+    def __init__(self, model: Any, sites: list[NormSite], ids: Tensor, batch: int = 4, fast: bool = False) -> None:
         self.model, self.batch = model, batch
+        self.fast = fast and next(model.parameters()).dtype == torch.float32 and _has_bfloat16(model)
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         held = Counter(name for site in sites for name in lists if site.name.startswith(f"{name}."))
         if not held:
@@ -71,7 +74,9 @@ class Chain:
         return [len(out) if isinstance(out, tuple) else 0 for out in outputs]
 
     def _forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids.to(next(self.model.parameters()).device), use_cache=False).logits
+        device = next(self.model.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.fast):
+            return self.model(input_ids=ids.to(device), use_cache=False).logits
 
     def start(self, ids: Tensor) -> Tensor:
         """The hidden state that the first block reads. [N, T, D]"""
@@ -164,6 +169,15 @@ class Chain:
             handle.remove()
             for block in self.blocks[:first]:
                 vars(block).pop("forward", None)
+
+
+def _has_bfloat16(model: nn.Module) -> bool:
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return (
+        device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_avx512_bf16_supported()
+    )
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor:

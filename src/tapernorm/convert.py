@@ -20,7 +20,7 @@ _ATTRIBUTE = "_tapernorm_controller"
 def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = None) -> TaperController:
     """Replace the norms that `config` asks for by TaperNorms at gate 1. In place; the output stays the same bits.
 
-    With a prefix, that is attached first (`tapernorm.prefix`), and the bits are those of the model with it.
+    With a prefix, that is attached too (`tapernorm.prefix`), and the bits are those of the model with it.
 
     Args:
         model: a pre-norm model; its weights may be trained or fresh.
@@ -32,8 +32,8 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
 
     Raises:
         ValueError: nothing can go, a `keep` pattern matches no norm, `arm="all"` with a final norm that cannot go,
-            an anchor without a final norm, a model that is tapered already, or one whose own code looks into its
-            norms. The model is untouched then.
+            an anchor without a final norm, a model that is tapered already, one whose own code looks into its norms,
+            or one that cannot hold the prefix (see `attach_prefix`). The model is untouched then.
     """
     config = config or TaperConfig()
     if taper_norms(model):
@@ -46,9 +46,6 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
             f"anchor_weight={config.weight:g} needs a final norm before the output head, and none was found; "
             "set anchor_weight=0"
         )
-    attached = bool(config.prefix) and config.prefix != prefix_of(model)
-    if attached:  # before the norms are replaced: its keys and values are those of the model with all of them
-        attach_prefix(model, config.prefix)
     for site in chosen:
         assert site.probed is not None  # choose() takes removable sites only
         norm, reader = model.get_submodule(site.name), model.get_parameter(site.links[0].weight)
@@ -58,12 +55,16 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
             run(model, default_example(model) if example is None else example)
     except Exception as error:  # whatever a model that looks into its norms may raise
         _put_back(model)
-        if attached:
-            detach_prefix(model)
         raise ValueError(
             f"{type(model).__name__} does not run with its norms replaced, it looks into them ({error}); "
             "nothing was changed"
         ) from error
+    try:  # the norms are whole at gate 1, so the constants are those of the original model
+        if config.prefix and config.prefix != prefix_of(model):
+            attach_prefix(model, config.prefix)
+    except BaseException:
+        _put_back(model)
+        raise
     controller = TaperController(model, config, final)
     setattr(model, _ATTRIBUTE, controller)
     guard_saving(model)

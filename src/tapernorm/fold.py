@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import FixedLinear, TaperNorm, evaluation, taper_norms
+from tapernorm.prefix import prefix_of
 from tapernorm.sites import NormSite, default_example, find_sites, run
 from tapernorm.trace import Consumer, tensors
 
@@ -108,7 +109,7 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
         reasons=kept,
         new_biases=tuple(new_biases),
         untied=tuple(untied),
-        prefix=tuple(getattr(getattr(model, "config", None), "prefix", ()) or ()),
+        prefix=prefix_of(model),
         max_abs_logit_error=error,
         relative_error=relative,
         bound=bound,

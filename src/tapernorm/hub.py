@@ -127,7 +127,7 @@ def _layout_of(model: PreTrainedModel) -> dict[str, Any]:
     untied = sorted(k for k, v in ties.items() if k in parameters and parameters[k] is not parameters.get(v))
     layout = {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
     if prefix_of(model):
-        layout |= {"prefix": list(prefix_of(model)), "prefix_shapes": dict(model.config.prefix_shapes)}
+        layout |= {"constant_prefix": list(prefix_of(model)), "prefix_shapes": dict(model.config.prefix_shapes)}
     return layout
 
 

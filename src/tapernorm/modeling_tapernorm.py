@@ -7,7 +7,7 @@
     added_biases    linear maps that have a bias here and none in the stock class
     untied          tied weights of the stock class that are tensors of their own here
     tapered         settings of a removal that is not finished, or None; such a model is not built by this file
-    prefix          token ids of the constant prefix, whose keys and values stand before those of every text
+    constant_prefix token ids of the constant prefix, whose keys and values stand before those of every text
     prefix_shapes   attention modules that hold them, with (heads, tokens, width of a key, width of a value)
 
 The file imports nothing but torch and transformers, so that its copy in a model folder works alone:
@@ -19,6 +19,7 @@ stop at the model type `tapernorm_<base>`; `LlamaForCausalLM.from_pretrained(fol
 a sentence where the stock config wants a number (the norms' epsilon), and the number under `guarded`.
 """
 
+import functools
 import json
 import re
 import sys
@@ -46,7 +47,7 @@ GUARD = "its norms were taken out: use an Auto class with trust_remote_code=True
 # The mixins stand before a stock class, which a type checker must be told and Python must not.
 _ConfigBase: Any = PreTrainedConfig if TYPE_CHECKING else object
 _ModelBase: Any = PreTrainedModel if TYPE_CHECKING else object
-FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "prefix", "prefix_shapes")
+FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "constant_prefix", "prefix_shapes")
 ATTENTION = "prefix_"  # before sdpa and eager: the name of an attention function that knows the prefix
 
 
@@ -67,7 +68,7 @@ class ConfigMixin(_ConfigBase):
     added_biases = ()
     untied = ()
     tapered = None
-    prefix = ()
+    constant_prefix = ()  # not `prefix`: pipelines take that for a text
     prefix_shapes: Any = {}  # noqa: RUF012 - a class's default, replaced and never changed
 
     def to_json_string(self, use_diff=True):
@@ -115,12 +116,13 @@ class ModelMixin(_ModelBase):
         for pattern, shape in dict(config.prefix_shapes).items():
             for name in self._find_all(config, [pattern]):
                 hold_prefix(self.get_submodule(name), *shape)
-        if config.prefix:
+        if config.constant_prefix:
+            guard_attention(self)
             self.set_attn_implementation(config._attn_implementation)
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
         """As the stock method; with a constant prefix, sdpa and eager attention that knows it, and no other."""
-        if self.config.prefix:
+        if self.config.constant_prefix:
             attn_implementation = knows_prefix(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -152,9 +154,21 @@ def hold_prefix(attention, heads, tokens, key_width, value_width):
 def knows_prefix(attn_implementation):
     """The name of the attention function with the prefix. Raises ValueError where there is none."""
     name = "sdpa" if attn_implementation is None else str(attn_implementation).removeprefix(ATTENTION)
-    if name not in ("sdpa", "eager"):
+    if name not in ATTENTIONS:
         raise ValueError(f"{attn_implementation} attention cannot hold a constant prefix: use sdpa or eager")
     return ATTENTION + name
+
+
+def guard_attention(model):
+    """Route `set_attn_implementation` of a model and its parts by `knows_prefix`: plain sdpa would leave the prefix
+    out without a word. On the instances, since their classes are transformers' own."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and not isinstance(part, ModelMixin):
+            part.set_attn_implementation = functools.partial(_set_attention, part)
+
+
+def _set_attention(model, attn_implementation, *args, **kwargs):
+    type(model).set_attn_implementation(model, knows_prefix(attn_implementation), *args, **kwargs)
 
 
 def _own_eager(module, *args, **kwargs):
@@ -188,13 +202,14 @@ def _mask_with_prefix(make_mask):
         )
         if made is None:
             return None
-        seen = made.new_full((made.shape[0], 1, q_length, len(config.prefix)), made.dtype == torch.bool)
+        seen = made.new_full((made.shape[0], 1, q_length, len(config.constant_prefix)), made.dtype == torch.bool)
         return torch.cat([seen, made], dim=-1)
 
     return mask
 
 
-for _name, _attention, _mask in (("sdpa", sdpa_attention_forward, sdpa_mask), ("eager", _own_eager, eager_mask)):
+ATTENTIONS = {"sdpa": (sdpa_attention_forward, sdpa_mask), "eager": (_own_eager, eager_mask)}
+for _name, (_attention, _mask) in ATTENTIONS.items():
     AttentionInterface.register(ATTENTION + _name, _with_prefix(_attention))
     AttentionMaskInterface.register(ATTENTION + _name, _mask_with_prefix(_mask))
 

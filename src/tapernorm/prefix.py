@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,15 @@ from tapernorm.scales import token_scales
 from tapernorm.sites import NormSite, context_length, find_sites
 
 _RECORD = "tapernorm_record"
-_AGREE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+_FEW = 8  # rows of text: most prefixes fail on these already
+# By which the body's output may differ. Rotary angles and most norms are float32 in a float64 model too.
+_AGREE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One prefix that was tried. ratio: the largest r / median over sites and tokens of the text; token: its id."""
+    """One prefix that was tried. ratio: the largest r / median over sites and tokens of the text, or of its first
+    rows where that was too much already; site, token: where, and the token's id."""
 
     prefix: tuple[int, ...]
     ratio: float
@@ -87,7 +90,9 @@ def search_prefix(
     sites = [s for s in (sites or find_sites(model)) if s.role in ("internal", "final", "other") and s.probed]
     trials = []
     for prefix in _candidates(tokenizer, ids):
-        trials.append(_try(model, sites, ids, prefix))
+        trials.append(_try(model, sites, ids[:_FEW], prefix))
+        if trials[-1].ratio <= ratio and len(ids) > _FEW:
+            trials[-1] = _try(model, sites, ids, prefix)
         if trials[-1].ratio <= ratio:
             break
     return trials
@@ -125,13 +130,12 @@ def _try(model: Any, sites: list[NormSite], ids: Tensor, prefix: tuple[int, ...]
 # Putting it in
 
 
-@torch.no_grad()
 def attach_prefix(model: Any, prefix: Sequence[int]) -> None:
     """Make the keys and values of `prefix` constants of `model`. In place; checked against the prefix as tokens.
 
     Args:
         model: a causal transformers model whose attention goes through transformers' attention interface, before any
-            norm of it is tapered or gone.
+            norm of it is gone.
         prefix: 1 to 4 token ids.
 
     Raises:
@@ -141,46 +145,55 @@ def attach_prefix(model: Any, prefix: Sequence[int]) -> None:
     """
     prefix = tuple(int(token) for token in prefix)
     refuse_prefix(model, prefix)
-    before = model.config._attn_implementation
     tables = _position_tables(model)
-    start = 0 if tables else -len(prefix)
-    positions = torch.arange(start, start + len(prefix))[None]
-    seen = _record(model, torch.tensor(prefix)[None], positions)
+    front = torch.tensor(prefix)[None]
+    seen = _record(model, front, start=0 if tables else -len(prefix))
     text = _some_ids(model, len(prefix))
-    with evaluation(model):
-        device = next(model.parameters()).device
-        whole = torch.cat([torch.tensor(prefix).expand(len(text), -1), text], dim=1).to(device)
-        wanted = model(input_ids=whole, use_cache=False).logits[:, len(prefix) :]
-    shapes: dict[str, list[int]] = {}
-    for name, (key, value) in seen.items():
-        attention = model.get_submodule(name)
-        shapes[name] = [key.shape[1], key.shape[2], key.shape[3], value.shape[3]]
-        modeling.hold_prefix(attention, *shapes[name])
-        attention.prefix_key.copy_(key)
-        attention.prefix_value.copy_(value)
-    old_tables = [(module, module.weight) for module in tables]
-    context = context_length(model)
-    for module in tables:
-        module.weight = nn.Parameter(module.weight.detach()[len(prefix) :].clone(), module.weight.requires_grad)
-        module.num_embeddings -= len(prefix)
-    if tables:
-        model.config.max_position_embeddings = context - len(prefix)
-    model.config.prefix, model.config.prefix_shapes = list(prefix), _starred(shapes)
-    model.set_attn_implementation(modeling.knows_prefix(before))
-    with evaluation(model):
-        made = model(input_ids=text.to(device), use_cache=False).logits
-    error = float((made.double() - wanted.double()).abs().max() / wanted.double().abs().max())
-    if not error <= _AGREE.get(wanted.dtype, 1e-4):
+    wanted = _hidden(model, torch.cat([front.expand(len(text), -1), text], dim=1))[:, len(prefix) :]
+    undo = _put_in(model, prefix, seen, tables)
+    try:
+        made = _hidden(model, text)
+        error = float((made.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+        if not error <= _AGREE[wanted.dtype]:
+            raise ValueError(
+                f"{type(model).__name__}: what it makes of a text with a constant prefix differs from the same tokens "
+                f"in front by {error:.1g}, so its attention needs more than keys and values at places before 0 "
+                "(relative position biases, a table of angles that begins at 0); leave the prefix out"
+            )
+    except BaseException:
+        undo()
+        raise
+
+
+def _put_in(
+    model: Any, prefix: tuple[int, ...], seen: dict[str, tuple[Tensor, Tensor]], tables: list[nn.Embedding]
+) -> Callable[[], None]:
+    """Constants, position tables and config; returns what takes all of that back."""
+    weights, context = [module.weight for module in tables], context_length(model)
+
+    def undo() -> None:
         detach_prefix(model)
-        for module, weight in old_tables:
+        for module, weight in zip(tables, weights, strict=True):
             module.weight, module.num_embeddings = weight, len(weight)
         if tables:
             model.config.max_position_embeddings = context
-        raise ValueError(
-            f"{type(model).__name__}: its logits with a constant prefix differ from those with the same tokens in "
-            f"front by {error:.1g} of their size, so its attention depends on more than order (relative position "
-            "biases, for one); leave the prefix out"
-        )
+
+    shapes: dict[str, list[int]] = {}
+    for name, (key, value) in seen.items():
+        attention = model.get_submodule(name)
+        shapes[name] = [*key.shape[1:], value.shape[3]]
+        modeling.hold_prefix(attention, *shapes[name])
+        attention.prefix_key.copy_(key)
+        attention.prefix_value.copy_(value)
+    for module, weight in zip(tables, weights, strict=True):
+        module.weight = nn.Parameter(weight.detach()[len(prefix) :].clone(), weight.requires_grad)
+        module.num_embeddings -= len(prefix)
+    if tables:
+        model.config.max_position_embeddings = context - len(prefix)
+    model.config.constant_prefix, model.config.prefix_shapes = list(prefix), _starred(shapes)
+    modeling.guard_attention(model)
+    model.set_attn_implementation(model.config._attn_implementation)
+    return undo
 
 
 def detach_prefix(model: Any) -> None:
@@ -188,15 +201,16 @@ def detach_prefix(model: Any) -> None:
     for module in list(model.modules()):
         for name in ("prefix_key", "prefix_value"):
             module._buffers.pop(name, None)
+        vars(module).pop("set_attn_implementation", None)
     name = model.config._attn_implementation
-    for field in ("prefix", "prefix_shapes"):
+    for field in ("constant_prefix", "prefix_shapes"):
         vars(model.config).pop(field, None)
     model.set_attn_implementation(name.removeprefix(modeling.ATTENTION))
 
 
 def prefix_of(model: Any) -> tuple[int, ...]:
     """The token ids of a model's constant prefix; () without one."""
-    return tuple(getattr(getattr(model, "config", None), "prefix", ()) or ())
+    return tuple(getattr(getattr(model, "config", None), "constant_prefix", ()) or ())
 
 
 def refuse_prefix(model: Any, prefix: tuple[int, ...]) -> None:
@@ -230,38 +244,51 @@ def _some_ids(model: Any, prefix: int = 0) -> Tensor:
     return torch.randint(model.config.vocab_size, (2, length), generator=generator)
 
 
-def _record(model: Any, ids: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Keys and values of every attention module for one short sequence, by the module's name."""
+def _record(model: Any, ids: Tensor, start: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Keys and values of every attention module for one sequence at the places from `start` on, by module name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     names = {module: name for name, module in model.named_modules()}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
+    before = model.config._attn_implementation
+    attention, mask = modeling.ATTENTIONS[before]
 
-    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if getattr(module, "is_causal", True) is False:
             raise ValueError(f"{names[module]} is not causal: what it sees of a prefix depends on the text behind it")
         if names[module] in seen:
             raise ValueError(f"{names[module]} attends twice in one forward; it cannot hold a constant prefix")
         seen[names[module]] = key.detach().clone(), value.detach().clone()
-        return modeling._own_eager(module, query, key, value, mask, **kwargs)
+        return attention(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(_RECORD, record)
-    AttentionMaskInterface.register(_RECORD, modeling.eager_mask)
-    before = model.config._attn_implementation
-    device = next(model.parameters()).device
+    AttentionMaskInterface.register(_RECORD, mask)
+    kind, device = type(model).__name__, next(model.parameters()).device
+    places = torch.arange(start, start + ids.shape[1], device=device)[None]
     try:
         model.set_attn_implementation(_RECORD)
         with evaluation(model):
-            model(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
+            model.base_model(input_ids=ids.to(device), position_ids=places, use_cache=False)
+    except (IndexError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{kind} cannot hold a constant prefix: it does not run at places {start} … ({error})"
+        ) from error
     finally:
         model.set_attn_implementation(before)
+        AttentionInterface.register(_RECORD, attention)  # lets go of the model
     layers = getattr(model.config, "num_hidden_layers", len(seen))
     if len(seen) < layers:
         raise ValueError(
-            f"{type(model).__name__} has {layers} layers, and {len(seen)} of them attend in a way that can hold a "
-            "constant prefix; a layer that carries a state of its own (recurrent, convolutional) cannot"
+            f"{kind} has {layers} layers, and {len(seen)} of them attend in a way that can hold a constant prefix; a "
+            "layer that carries a state of its own (recurrent, convolutional) cannot"
         )
     return seen
+
+
+def _hidden(model: Any, ids: Tensor) -> Tensor:
+    """What the body makes of a text, whatever the head. [B, T, D]"""
+    with evaluation(model):
+        return model.base_model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)[0]
 
 
 def _position_tables(model: Any) -> list[nn.Embedding]:
@@ -282,7 +309,7 @@ def _position_tables(model: Any) -> list[nn.Embedding]:
     handles = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Embedding)]
     try:
         with evaluation(model):
-            model(input_ids=text.to(next(model.parameters()).device), use_cache=False)
+            model.base_model(input_ids=text.to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
