@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tapernorm import figures, report
+from tapernorm import page as pages
 from tapernorm.config import TaperConfig
 from tapernorm.schedule import gate
 
@@ -435,25 +436,25 @@ def test_summary_table_fits_a_narrow_terminal(tmp_path):
 
 
 def test_formats():
-    assert report.format_loss(2.92031) == "2.9203"
-    assert report.format_loss(None) == report.format_loss("3") == report.MISSING
-    assert report.format_loss(float("-inf")) == "−∞"
-    assert report.format_error(0.0) == "0"
-    assert report.format_error(1e-4) == "10⁻⁴"
-    assert report.format_error(2.5e3) == "2.5 × 10³"
-    assert report.format_error(2.06e-7, plain=True) == "2.1e-07"
-    assert report.format_gap(2.9, 3.0) == "−3.33 %"
-    assert report.format_gap(2.9, 0) == report.format_gap(None, 1) == ""
-    assert report.format_speed(12345.6) == "12,346"
-    assert report.format_speed(3.14159) == "3.14"
-    assert report.format_share(0.999999) == "99.99 %"
-    assert report.format_share(1) == "100 %"
-    assert report.format_duration(4.25) == "4.2 s"
-    assert report.format_duration(3599.7) == "1 h 00 min"
-    assert report.format_count(1234) == "1,234"
-    assert report.format_count(124_439_808) == "124.44 million"
-    assert report.format_value([]) == report.format_value(None) == "none"
-    assert report.format_literal('a"b') == '"a\\"b"'
+    assert pages.format_loss(2.92031) == "2.9203"
+    assert pages.format_loss(None) == pages.format_loss("3") == pages.MISSING
+    assert pages.format_loss(float("-inf")) == "−∞"
+    assert pages.format_error(0.0) == "0"
+    assert pages.format_error(1e-4) == "10⁻⁴"
+    assert pages.format_error(2.5e3) == "2.5 × 10³"
+    assert pages.format_error(2.06e-7, plain=True) == "2.1e-07"
+    assert pages.format_gap(2.9, 3.0) == "−3.33 %"
+    assert pages.format_gap(2.9, 0) == pages.format_gap(None, 1) == ""
+    assert pages.format_speed(12345.6) == "12,346"
+    assert pages.format_speed(3.14159) == "3.14"
+    assert pages.format_share(0.999999) == "99.99 %"
+    assert pages.format_share(1) == "100 %"
+    assert pages.format_duration(4.25) == "4.2 s"
+    assert pages.format_duration(3599.7) == "1 h 00 min"
+    assert pages.format_count(1234) == "1,234"
+    assert pages.format_count(124_439_808) == "124.44 million"
+    assert pages.format_value([]) == pages.format_value(None) == "none"
+    assert pages.format_literal('a"b') == '"a\\"b"'
 
 
 def test_drawing_leaves_matplotlib_as_it_was():

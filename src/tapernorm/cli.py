@@ -6,7 +6,6 @@ input is wrong, 3 a numerical check failed.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,6 +15,9 @@ import typer
 
 from tapernorm import options as o
 from tapernorm.config import SIZES, RunConfig
+from tapernorm.output import NUMERICAL
+from tapernorm.output import console as _console
+from tapernorm.output import print_json as _print_json
 
 app = typer.Typer(
     name="tapernorm",
@@ -27,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-NUMERICAL, INPUT, INTERRUPTED = 3, 2, 130
+INPUT, INTERRUPTED = 2, 130
 
 
 def _version(asked: bool) -> None:
@@ -46,8 +48,30 @@ def _main(
 
 
 @app.command()
-def inspect(model: o.Model, as_json: o.Json = False, config: o.Config = None) -> None:
-    """List the norms of a model: what each computes, who reads it, whether it can go and why not."""
+def inspect(
+    model: o.Model,
+    text: o.Text = None,
+    tokens: o.Tokens = 4096,
+    out: o.Page = None,
+    text_column: o.Column = "text",
+    split: o.Split = None,
+    as_json: o.Json = False,
+    config: o.Config = None,
+) -> None:
+    """List the norms of a model: what each computes, who reads it, whether it can go and why not.
+
+    With --text: the scale of every token at every norm, who stands out, which constant prefix cures it, and what each
+    norm costs taken out alone. Writes a page, inspect-<model>.html, into the folder it is run in, or where --out says;
+    with --json only where --out says.
+
+    Example: tapernorm inspect smollm2-135m --text stories.jsonl
+    """
+    if text is not None:
+        from tapernorm.commands import inspect_text
+
+        return inspect_text(model, text, tokens, out, text_column, split, as_json)
+    if out is not None:
+        raise ValueError("--out names the page about a text: pass --text FILE with it")
     from tapernorm.inspection import as_rows, inspect_source, table
 
     model_type, sites = inspect_source(model)
@@ -57,6 +81,39 @@ def inspect(model: o.Model, as_json: o.Json = False, config: o.Config = None) ->
     removable = [site for site in sites if site.removable]
     print(f"{len(removable)} of {len(sites)} norms can go, {sum(s.role == 'final' for s in removable)} of them final")
     return None
+
+
+@app.command()
+def remove(
+    model: o.Model,
+    data: o.Data,
+    out: o.Out,
+    budget: Annotated[str, typer.Option(help="How far the loss may rise: 1% or 0.01.")] = "1%",
+    prefix: Annotated[str, typer.Option(help="Constant prefix: auto, none, or token ids such as 0,504.")] = "auto",
+    arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it may go too.")] = "internal",
+    keep: o.Keep = None,
+    refit: Annotated[bool, typer.Option(help="Also fit the linear maps that write into the residual.")] = True,
+    fit_tokens: Annotated[int, typer.Option(help="Tokens of the training text to fit on.")] = 12_288,
+    eval_tokens: o.EvalTokens = 65_536,
+    text_column: o.Column = "text",
+    split: o.Split = None,
+    other_data: Annotated[str | None, typer.Option(help="Unrelated text to measure on as well.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Append one row about the removal to this CSV file.")] = None,
+    overwrite: o.Overwrite = False,
+    as_json: o.Json = False,
+    config: o.Config = None,
+) -> None:
+    """Take out, without training, as many norms as a loss budget allows; verify, measure, and write a report.
+
+    Exit code 3 when the loss on validation text came out above the budget by more than a quarter of it, or a token's
+    loss is not finite any more; the model is written all the same.
+
+    Example: tapernorm remove smollm2-135m --data stories.jsonl --budget 1% --out runs/free
+    """
+    options = {k: v for k, v in locals().items() if k != "config"}
+    from tapernorm.commands import remove_norms
+
+    remove_norms(options)
 
 
 @app.command()
@@ -211,13 +268,14 @@ def verify(
 ) -> None:
     """Compare two models: logits, greedy tokens, cached against uncached, loss. Exit code 3 if they differ."""
     from tapernorm import from_pretrained
+    from tapernorm.commands import blocks_of
     from tapernorm.sites import context_length
     from tapernorm.verify import verify as compare
 
     first, _ = from_pretrained(a)
     second, tokenizer = from_pretrained(b)
     length = min(block, context_length(second))
-    ids = _blocks(second, tokenizer, data, text_column, split, length, blocks)
+    ids = blocks_of(second, tokenizer, data, text_column, split, length, blocks)
     result = compare(first, second, ids)
     if as_json:
         _print_json(result.to_dict())
@@ -245,6 +303,7 @@ def evaluate(
 ) -> None:
     """The loss of a model on the validation part of a text: mean, median and tail."""
     from tapernorm import from_pretrained
+    from tapernorm.commands import blocks_of
     from tapernorm.progress import bar
     from tapernorm.sites import context_length
     from tapernorm.verify import evaluate as measure
@@ -254,7 +313,7 @@ def evaluate(
     length = block or min(512, context)
     if length > context:
         raise ValueError(f"block={length} is longer than the model's context of {context} tokens")
-    ids = _blocks(loaded, tokenizer, data, text_column, split, length, max(1, eval_tokens // length))
+    ids = blocks_of(loaded, tokenizer, data, text_column, split, length, max(1, eval_tokens // length))
     with bar("loss", len(ids) // 8 + 1) as advance:
         losses = measure(loaded, ids, progress=advance)
     if as_json:
@@ -276,34 +335,9 @@ def bench(
     config: o.Config = None,
 ) -> None:
     """Decoding speed of a model with its norms, with functional norms, unfused and folded, in one interleaved run."""
-    from tapernorm.bench import append_csv, stock_like, variants
-    from tapernorm.bench import bench as measure
-    from tapernorm.config import TaperConfig
-    from tapernorm.progress import bar
+    from tapernorm.commands import time_decoding
 
-    TaperConfig(arm=arm)  # type: ignore[arg-type]  # refuses an unknown arm
-    models = variants(stock_like(model), arm=arm)  # type: ignore[arg-type]
-    sizes = batch or [1, 4]
-    with bar("decoding speed", len(sizes) * (rounds + 1)) as advance:
-        rows = [
-            row
-            for size in sizes
-            for row in measure(
-                models, batch=size, new_tokens=new_tokens, rounds=rounds, name=Path(model).name, progress=advance
-            )
-        ]
-    if csv is not None:
-        append_csv(csv, rows)
-    if as_json:
-        return _print_json({"rows": rows})
-    from rich.table import Table
-
-    table = Table("variant", "batch", "tokens/s", "p20", "p80", "ratio to stock", title=f"{model}: decoding")
-    for row in rows:
-        speeds = (f"{row[k]:,.0f}" for k in ("tokens_per_second", "p20", "p80"))
-        table.add_row(row["variant"], str(row["batch"]), *speeds, f"{row['ratio']:.3f}")
-    _console().print(table)
-    return None
+    time_decoding(model, arm, batch or [1, 4], new_tokens, rounds, csv, as_json)
 
 
 @app.command()
@@ -316,34 +350,9 @@ def generate(
     config: o.Config = None,
 ) -> None:
     """Write text with a model, as it comes."""
-    import torch
-    from transformers import TextStreamer
+    from tapernorm.commands import write_text
 
-    from tapernorm import from_pretrained
-    from tapernorm.sites import context_length
-
-    loaded, tokenizer = from_pretrained(model)
-    if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer beside it; put its tokenizer's files into the folder")
-    torch.manual_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
-    ids = inputs["input_ids"]
-    if not ids.numel():
-        raise ValueError("the prompt has no tokens; give --prompt some text")
-    context = context_length(loaded)
-    if ids.shape[1] >= context:
-        raise ValueError(f"the prompt has {ids.shape[1]} tokens, and the model's context is {context}")
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    )
-    loaded.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=min(max_new_tokens, context - ids.shape[1]),
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        **sampling,
-    )
+    write_text(model, prompt, max_new_tokens, temperature, seed)
 
 
 @app.command()
@@ -358,36 +367,11 @@ def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], as
     return None
 
 
-def _blocks(
-    model: Any, tokenizer: Any, source: str | None, column: str, split: str | None, length: int, count: int
-) -> Any:
-    """Validation blocks of a text, or random ids. [N, length]"""
-    import torch
-
-    if source is None:
-        return torch.randint(model.config.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
-    from tapernorm.data import load_text, pack
-
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer beside it, so it cannot read a text")
-    return pack(load_text(source, column, split).validation, tokenizer, length, limit=count)
-
-
 def _refuse_occupied(out: str, overwrite: bool) -> None:
     """Before the work, not after it."""
     path = Path(out)
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{path} is not empty; pass --overwrite to replace the model in it, or another --out")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 120)  # a pipe or a file has no width, and rich would take 80
 
 
 def main() -> None:

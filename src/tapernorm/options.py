@@ -72,3 +72,8 @@ EvalTokens = Annotated[int, typer.Option(help="Tokens of validation text to meas
 Seed = Annotated[int, typer.Option(help="Seed of weights and data order.")]
 Bf16 = Annotated[bool, typer.Option("--bf16", help="bfloat16 autocast.")]
 Massive = Annotated[bool, typer.Option("--allow-massive", help="Go on although tokens of massive scale were seen.")]
+Text = Annotated[
+    str | None, typer.Option("--text", help="Measure on this text: what --data of the other commands takes.")
+]
+Tokens = Annotated[int, typer.Option(help="Tokens of the text to look at.")]
+Page = Annotated[Path | None, typer.Option("--out", help="The page's file, or a folder for it.")]

@@ -12,17 +12,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
 from tapernorm import figures
 from tapernorm.figures import number
+from tapernorm.page import (
+    finite,
+    format_error,
+    format_gap,
+    format_loss,
+    format_ratio,
+    format_speed,
+    render,
+)
 
-MISSING = "not measured"
 _VARIANT_ORDER = ("stock", "functional", "unfused", "folded", "folded-fused")
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def write_report(run: Path) -> Path:
@@ -35,12 +41,12 @@ def write_report(run: Path) -> Path:
     """
     run = Path(run)
     data, logs, notes = _read(run)
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"breakable": _breakable}
-    formats = {name[7:]: each for name, each in globals().items() if name.startswith("format_")}
-    environment.globals |= formats
-    page = environment.get_template("report.html.j2").render(_view(run, data, logs, notes))
+    if data.get("kind") == "remove":
+        from tapernorm.removal_report import render_removal
+
+        page = render_removal(run, data)
+    else:
+        page = render("report.html.j2", _view(run, data, logs, notes))
     path = run / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
@@ -81,103 +87,6 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
         if value:
             table.add_row(Text(label), Text(str(value)))
     return table
-
-
-def format_loss(value: Any) -> str:
-    """A loss in nats with four decimals; "NaN" or "∞" if it is that, "not measured" if there is none."""
-    return _finite(value, lambda v: f"{v:.4f}" if abs(v) < 1e4 else f"{v:,.0f}")
-
-
-def format_gap(value: Any, base: Any, missing: str = "") -> str:
-    """By how many percent `value` is above `base`, with its sign."""
-    one, two = number(value), number(base)
-    if one is None or not two:
-        return missing
-    return f"{100 * (one / two - 1):+.2f} %".replace("-", "−")
-
-
-def format_error(value: Any, plain: bool = False) -> str:
-    """A small number as 2.1 × 10⁻⁷, or 2.1e-07 when `plain`."""
-
-    def show(v: float) -> str:
-        if v == 0 or plain:
-            return f"{v:.1e}" if v else "0"
-        mantissa, exponent = f"{v:.1e}".split("e")
-        power = str(int(exponent)).translate(_SUPERSCRIPT)
-        return f"10{power}" if mantissa == "1.0" else f"{mantissa} × 10{power}"
-
-    return _finite(value, show)
-
-
-def format_speed(value: Any) -> str:
-    """Tokens a second: whole above 100, three digits below."""
-    return _finite(value, lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}")
-
-
-def format_ratio(value: Any, missing: str = MISSING) -> str:
-    """A ratio to the stock model, 1.21 ×."""
-    return f"{value:.2f} ×" if number(value) is not None else missing
-
-
-def format_count(value: Any) -> str:
-    """A whole number: 12,345, or 1.23 million."""
-    return _finite(value, lambda v: f"{v:,.0f}" if abs(v) < 1e6 else f"{v / 1e6:,.2f} million")
-
-
-def format_duration(seconds: Any) -> str:
-    """Seconds as 2 h 05 min, 3 min 12 s or 4.2 s."""
-
-    def show(v: float) -> str:
-        if v < 60:
-            return f"{v:.1f} s"
-        minutes, rest = divmod(round(v), 60)
-        if minutes < 60:
-            return f"{minutes} min {rest:02} s"
-        return f"{minutes // 60} h {minutes % 60:02} min"
-
-    return _finite(seconds, show)
-
-
-def format_share(value: Any) -> str:
-    """A share from 0 to 1 as a percentage that never rounds up to 100 %."""
-    return _finite(value, lambda v: "100 %" if v == 1 else f"{math.floor(v * 10000) / 100:.2f} %")
-
-
-def format_short_loss(value: Any) -> str:
-    """A percentile of the loss, or a perplexity, with two decimals."""
-    return _finite(value, lambda v: f"{v:,.2f}")
-
-
-def format_literal(text: Any) -> str:
-    """`text` as a Python string in double quotes."""
-    return json.dumps(str(text), ensure_ascii=False)
-
-
-def format_value(value: Any) -> str:
-    """A setting: lists with commas, yes and no, numbers short."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(format_value, value)) or "none"
-    return str(value)
-
-
-def _finite(value: Any, show: Any) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    v = number(value)
-    return MISSING if v is None else show(v)
-
-
-def _breakable(name: Any) -> Markup:
-    """A dotted name that may wrap after its dots and underscores."""
-    return Markup(str(escape(str(name))).replace(".", ".<wbr>").replace("_", "_<wbr>"))
 
 
 def _part(run: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -242,7 +151,7 @@ def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _part(losses, name).get("loss") for key, name in names.items()}
 
 
-def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Benchmark rows that may be compared: same model, mode, batch, cache, compile mode and dtype."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     rows = _part(run, "bench").get("rows")
@@ -275,7 +184,7 @@ def _bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of one benchmark setting, by variant: decoding, where that was measured."""
-    groups = _bench_groups(run)
+    groups = bench_groups(run)
     by_variant = [{row["variant"]: row for row in group["rows"]} for group in groups]
     wanted = {"stock", "folded"}
     best = max(
@@ -287,7 +196,7 @@ def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**best, "title": title}
 
 
-def _fold_rows(run: Mapping[str, Any], sites: list[str]) -> list[dict[str, Any]]:
+def fold_rows(run: Mapping[str, Any], sites: Iterable[str] = ()) -> list[dict[str, Any]]:
     """One row a norm, numbered as in the figures: in order of execution as far as the logs know it."""
     fold = _part(run, "fold")
     folded, kept = (list(fold.get(key) or ()) for key in ("folded", "kept"))
@@ -302,7 +211,7 @@ def _fold_rows(run: Mapping[str, Any], sites: list[str]) -> list[dict[str, Any]]
             "role": _part(fold, "roles").get(name, ""),
             "verdict": "folded" if name in folded else "kept",
             "reason": _part(fold, "reasons").get(name, ""),
-            "c": _finite(_part(fold, "c").get(name), lambda v: f"{v:#.4g}") if name in folded else "",
+            "c": finite(_part(fold, "c").get(name), lambda v: f"{v:#.4g}") if name in folded else "",
         }
         for i, name in enumerate(names, 1)
         if name in folded or name in kept
@@ -318,9 +227,9 @@ def _view(run: Path, data: dict[str, Any], logs: dict[str, Any], notes: list[str
     events = [event for event in data.get("events") or () if isinstance(event, dict)]
     view = {
         "run": data, "name": run.resolve().name, "tapered": tapered, "baseline": baseline, "losses": losses,
-        "fold": _part(data, "fold"), "verify": _part(data, "verify"), "fold_rows": _fold_rows(data, sites),
-        "bench": _bench_groups(data), "samples": [s for s in data.get("samples") or () if isinstance(s, dict)],
-        "events": events, "notes": notes, "missing": MISSING, "part": lambda key: _part(data, key),
+        "fold": _part(data, "fold"), "verify": _part(data, "verify"), "fold_rows": fold_rows(data, sites),
+        "bench": bench_groups(data), "samples": [s for s in data.get("samples") or () if isinstance(s, dict)],
+        "events": events, "notes": notes, "part": lambda key: _part(data, key),
         "chosen": lambda key: {k: v for k, v in _part(data, key).items() if v not in (None, "", [], ())},
         "figure": _draw_all(data, logs, sites, tapered, baseline),
     }  # fmt: skip
@@ -350,7 +259,7 @@ def _draw_all(
     if measured("logit_std", "logit_max", "prelogit_scale", "radial_gradient"):
         label = f"Logit scale, scale of the last residual and radial gradient over steps, arms {arms}."
         draws["logits"] = figures.logit_panels(logs, colours), label
-    if groups := _bench_groups(run):
+    if groups := bench_groups(run):
         label = "Tokens a second by variant; the numbers are in the table below the figure."
         draws["bench"] = figures.throughput([(g["title"], g["rows"]) for g in groups]), label
     return {name: Markup(figures.inline(draw, name, label)) for name, (draw, label) in draws.items()}
@@ -369,7 +278,7 @@ def _verdict(run: Mapping[str, Any], rows: list[dict[str, Any]], view: dict[str,
         said.append(f"{many} normalization layers of {model} were removed and folded into its weights")
         said[0] += f"{stay if kept else ''}."
     elif rows:
-        at = f"step {rows[-1]['step']:,}, gate {_finite(rows[-1].get('gate'), lambda v: f'{v:.2f}')}"
+        at = f"step {rows[-1]['step']:,}, gate {finite(rows[-1].get('gate'), lambda v: f'{v:.2f}')}"
         said.append(f"The norms of {model} are not folded: the log ends at {at}.")
     else:
         said.append(f"No norm of {model} has been removed so far.")

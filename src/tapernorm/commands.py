@@ -1,0 +1,125 @@
+"""The bodies of commands that are more than a call. `tapernorm.cli` imports this when one of them runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from tapernorm import from_pretrained
+from tapernorm.output import NUMERICAL, console, print_json
+from tapernorm.sites import context_length
+
+
+def inspect_text(
+    model: str, text: str, tokens: int, out: Path | None, column: str, split: str | None, as_json: bool
+) -> None:
+    """`inspect --text`: survey, page, table or JSON."""
+    from tapernorm import survey_page as page
+
+    path = page.page_path(model, out) if out or not as_json else None
+    seen = page.look(model, text, tokens, column, split)
+    if path is not None:
+        page.write_page(seen, path)
+    if as_json:
+        return print_json({**page.to_dict(seen), "page": str(path) if path else None})
+    console().print(page.scale_table(seen))
+    print("\n".join(["", *page.sentences(seen), page.advice(seen), "", "page:", f"  {path}", "try next:"]))
+    print(f"  {page.command(seen)}")
+    return None
+
+
+def remove_norms(options: dict[str, Any]) -> None:
+    """`remove`, from the options of the command line."""
+    from tapernorm import removal
+    from tapernorm.removal_report import removal_table
+
+    overwrite, as_json = options.pop("overwrite"), options.pop("as_json")
+    options |= {"keep": tuple(options["keep"] or ()), "csv": options["csv"] and str(options["csv"])}
+    record = removal.execute(removal.RemovalConfig(**options), overwrite=overwrite)
+    if as_json:
+        print_json(removal.summary(record))
+    else:
+        console().print(removal_table(record))
+        print(f"\ngenerate text:\n  {record['generate_command']}")
+    for sentence in record["failed"]:
+        print(f"tapernorm: {sentence}", file=sys.stderr)
+    if record["failed"]:
+        raise typer.Exit(NUMERICAL)
+
+
+def time_decoding(
+    model: str, arm: str, sizes: list[int], new_tokens: int, rounds: int, csv: Path | None, as_json: bool
+) -> None:
+    """`bench`: the variants of a model, interleaved."""
+    from tapernorm.bench import append_csv, stock_like, variants
+    from tapernorm.bench import bench as measure
+    from tapernorm.config import TaperConfig
+    from tapernorm.progress import bar
+
+    TaperConfig(arm=arm)  # type: ignore[arg-type]  # refuses an unknown arm
+    models = variants(stock_like(model), arm=arm)  # type: ignore[arg-type]
+    with bar("decoding speed", len(sizes) * (rounds + 1)) as advance:
+        rows = [
+            row
+            for size in sizes
+            for row in measure(
+                models, batch=size, new_tokens=new_tokens, rounds=rounds, name=Path(model).name, progress=advance
+            )
+        ]
+    if csv is not None:
+        append_csv(csv, rows)
+    if as_json:
+        return print_json({"rows": rows})
+    from rich.table import Table
+
+    table = Table("variant", "batch", "tokens/s", "p20", "p80", "ratio to stock", title=f"{model}: decoding")
+    for row in rows:
+        speeds = (f"{row[k]:,.0f}" for k in ("tokens_per_second", "p20", "p80"))
+        table.add_row(row["variant"], str(row["batch"]), *speeds, f"{row['ratio']:.3f}")
+    console().print(table)
+    return None
+
+
+def write_text(model: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
+    """`generate`: text on stdout as it comes."""
+    from transformers import TextStreamer
+
+    loaded, tokenizer = from_pretrained(model)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer beside it; put its tokenizer's files into the folder")
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
+    ids = inputs["input_ids"]
+    if not ids.numel():
+        raise ValueError("the prompt has no tokens; give --prompt some text")
+    context = context_length(loaded)
+    if ids.shape[1] >= context:
+        raise ValueError(f"the prompt has {ids.shape[1]} tokens, and the model's context is {context}")
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    )
+    loaded.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=min(max_new_tokens, context - ids.shape[1]),
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **sampling,
+    )
+
+
+def blocks_of(
+    model: Any, tokenizer: Any, source: str | None, column: str, split: str | None, length: int, count: int
+) -> Any:
+    """Validation blocks of a text, or random ids. [N, length]"""
+    if source is None:
+        return torch.randint(model.config.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
+    from tapernorm.data import load_text, pack
+
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer beside it, so it cannot read a text")
+    return pack(load_text(source, column, split).validation, tokenizer, length, limit=count)

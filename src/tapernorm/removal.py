@@ -1,0 +1,365 @@
+"""`tapernorm remove`: removal without training as a run, measured on text that it did not see, with a report.
+
+RUN/run.json          what was asked for, and everything that was measured
+RUN/model/            the model without the norms that went
+RUN/report.html       for people
+
+`remove_` fits and chooses on the training part of the text; everything said about the result is measured on the
+validation part, by the model that was written and loaded again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tapernorm import bench, data, hub
+from tapernorm.chain import Chain
+from tapernorm.config import TaperConfig, nearest
+from tapernorm.convert import choose, get_controller
+from tapernorm.headroom import largest_activation
+from tapernorm.page import plain
+from tapernorm.prefix import _position_tables
+from tapernorm.progress import bar, stages
+from tapernorm.remove import Removal, remove_
+from tapernorm.runs import Run
+from tapernorm.sites import NormSite, context_length, find_sites
+from tapernorm.survey import parts_of
+from tapernorm.verify import evaluate, greedy_tokens, verify
+
+SLACK = 1.25  # times the budget: the loss on unseen text may rise by so much more than on the text that chose
+WANTED_TOKENS = 60_000  # fewer say little about a 99.9th percentile
+_ROUNDS, _NEW_TOKENS = 7, 32  # of the decoding benchmark
+_CSV = (
+    "model", "data", "budget", "sites_removed", "sites_total", "loss_before", "loss_after", "gap_percent",
+    "p999_before", "p999_after", "nonfinite", "minutes", "recipe",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RemovalConfig:
+    """What `tapernorm remove` does.
+
+    Args:
+        model, data: as `tapernorm.from_pretrained` and `tapernorm.data.load_text` read them; out: the run's folder.
+        budget: share by which the loss may rise, as a number (0.01) or as text ("1%").
+        prefix: "auto", "none" or token ids with commas ("0,504").
+        arm, keep, refit, fit_tokens: as in `remove_`.
+        eval_tokens: how much of the validation text to measure on.
+        other_data: unrelated text to measure on as well.
+        csv: a file that one row is appended to.
+
+    Raises:
+        ValueError: a value that is out of range or cannot be read.
+    """
+
+    model: str
+    data: str
+    out: str
+    budget: float | str = 0.01
+    prefix: str = "auto"
+    arm: str = "internal"
+    keep: tuple[str, ...] = ()
+    refit: bool = True
+    fit_tokens: int = 12_288
+    eval_tokens: int = 65_536
+    text_column: str = "text"
+    split: str | None = None
+    other_data: str | None = None
+    csv: str | None = None
+    kind: str = dataclasses.field(default="remove", init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", read_budget(self.budget))
+        read_prefix(self.prefix)
+        TaperConfig(arm=self.arm, keep=self.keep)  # type: ignore[arg-type]  # refuses an unknown arm
+        for field in ("fit_tokens", "eval_tokens"):
+            value = getattr(self, field)
+            if value < 1024:
+                raise ValueError(f"{field}={value} must be at least 1,024, or the numbers say nothing")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+
+def read_budget(value: float | str) -> float:
+    """A share from "1%", "1 %", "0.01" or 0.01.
+
+    Raises:
+        ValueError: it is no number, not above 0, or 1 and more without a percent sign.
+    """
+    text = str(value).strip()
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    share = number / 100 if text.endswith("%") else number
+    if not 0 < share < math.inf:
+        raise ValueError(f"--budget {text}: it must be above 0, a percentage such as 1% or a share such as 0.01")
+    if share >= 1:
+        hint = f"; write {number:g}% for {number:g} %" if not text.endswith("%") else ""
+        raise ValueError(f"--budget {text} would let the loss rise by {100 * share:g} %{hint}")
+    return share
+
+
+def read_prefix(value: str) -> tuple[int, ...] | None:
+    """None for "auto", () for "none", else the token ids.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    text = value.strip().lower()
+    if text in ("auto", "none"):
+        return None if text == "auto" else ()
+    if not re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+        hint = nearest(text, ("auto", "none"))
+        raise ValueError(f"--prefix {value}: give auto, none, or token ids such as 0,504{hint}")
+    return tuple(int(token) for token in text.split(","))
+
+
+def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
+    """Do the removal. Returns the record that is in run.json.
+
+    Raises:
+        ValueError: bad input; nothing was written then.
+        FoldError: see `fold_`; nothing was written.
+    """
+    from tapernorm.report import write_report
+
+    _refuse_places(config, overwrite)
+    run = Run.open(cast(Any, config), overwrite, resume=False)
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    work = _Work.prepare(config)
+    before = work.measure(work.model, "original")
+    original = copy.deepcopy(work.model)  # remove_ works in place
+    removal = _remove(config, work)
+    run.begin(**work.facts, started=started)  # nothing that could be refused is left to do
+    if "runs.execute" in run.record["command"]:
+        run.update(command="tapernorm.removal.execute(...)")
+    folder = run.folder / "model"
+    hub.save_pretrained(work.model, folder, tokenizer=work.tokenizer, overwrite=True)
+    fold = removal.fold.to_dict() if removal.fold else {"folded": [], "c": {}}
+    fold |= {"kept": list(removal.kept), "reasons": _reasons(config, work, removal)}
+    fold |= {"kinds": {s.name: s.kind for s in work.sites}, "roles": {s.name: s.role for s in work.sites}}
+    parts = parts_of(work.sites)
+    run.update(
+        **plain({"fold": fold, "removal": {k: v for k, v in removal.to_dict().items() if k != "fold"}}),
+        parts=parts,
+        sites_total=len(work.chosen),
+        norm_free_model=str(folder),
+    )
+    loaded, _ = hub.from_pretrained(folder, device=work.device)  # what was written is what is judged
+    run.update(verify=plain(verify(work.model, loaded, work.texts["validation"][:8]).to_dict()))
+    after = work.measure(loaded, "norms removed")
+    run.update(**plain({"before": before, "after": after}))
+    run.update(bench={"rows": _speed(original, loaded, run.record["model"]["name"])})
+    run.update(samples=_samples(original, loaded, work))
+    prompt = run.record["samples"][0]["prompt"]
+    run.update(generate_command=f"tapernorm generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}")
+    run.update(failed=failures(run.record), status="done")
+    run.update(report=str(write_report(run.folder)))
+    if config.csv:
+        bench.append_csv(Path(config.csv), [csv_row(run.record)])
+    return run.record
+
+
+def failures(record: dict[str, Any]) -> list[str]:
+    """What is wrong with a finished removal, in sentences; [] if nothing is."""
+    budget = record["settings"]["budget"]
+    before, after = (record[key]["losses"]["validation"] for key in ("before", "after"))
+    found = []
+    lost = after["nonfinite"] - before["nonfinite"]
+    if lost > 0:
+        found.append(f"The loss of {lost:,} tokens of the validation text is not finite; it was before.")
+    gap = after["loss"] / before["loss"] - 1 if after["loss"] is not None else math.inf
+    if gap > SLACK * budget:
+        found.append(
+            f"On validation text the loss rose by {100 * gap:.2f} %, and the budget is {100 * budget:g} %: the text "
+            "that chose was too little or unlike it. Give more (--fit-tokens), or a smaller budget."
+        )
+    if not record["verify"]["passed"]:
+        found.append("The model that was written is not the model that was made: do not use it.")
+    return found
+
+
+def summary(record: dict[str, Any]) -> dict[str, Any]:
+    """What `remove --json` prints."""
+    before, after = (record[key]["losses"] for key in ("before", "after"))
+    removal = record["removal"]
+    return {
+        "out": record["settings"]["out"],
+        "loss_before": before["validation"]["loss"],
+        "loss_after": after["validation"]["loss"],
+        "budget": record["settings"]["budget"],
+        "losses": {"before": before, "after": after},
+        "fold": record["fold"],
+        "prefix": removal["prefix"],
+        "costs": removal["costs"],
+        "tried": removal["tried"],
+        "largest_activation": {key: record[key]["largest"] for key in ("before", "after")},
+        "verify": record["verify"],
+        "bench": record["bench"],
+        "failed": record["failed"],
+        "seconds": removal["seconds"],
+        "model": record["norm_free_model"],
+        "report": record["report"],
+    }
+
+
+def csv_row(record: dict[str, Any]) -> dict[str, Any]:
+    """The row of a table of removals."""
+    settings, removal = record["settings"], record["removal"]
+    before, after = (record[key]["losses"]["validation"] for key in ("before", "after"))
+    recipe = ["linear+refit" if settings["refit"] else "linear"]
+    recipe += [f"prefix {removal['prefix']}" if removal["prefix"] else "no prefix"]
+    recipe += [f"{round(settings['fit_tokens'] / 1000)}k tokens"] + (["arm all"] if settings["arm"] == "all" else [])
+    gap = None if after["loss"] is None else round(100 * (after["loss"] / before["loss"] - 1), 3)
+    values = (
+        record["model"]["name"], record["data"]["name"], settings["budget"], len(record["fold"]["folded"]),
+        record["sites_total"], before["loss"], after["loss"], gap, before["p999"], after["p999"], after["nonfinite"],
+        round(removal["seconds"] / 60, 2), ", ".join(recipe),
+    )  # fmt: skip
+    return dict(zip(_CSV, values, strict=True))
+
+
+@dataclasses.dataclass
+class _Work:
+    """Everything that can be refused before the long part begins."""
+
+    model: Any
+    tokenizer: Any
+    train: Any  # documents
+    texts: dict[str, Tensor]  # "validation" and "other" -> [N, block] ids
+    block: int
+    sites: list[NormSite]
+    chosen: list[NormSite]
+    facts: dict[str, Any]
+
+    @classmethod
+    def prepare(cls, config: RemovalConfig) -> _Work:
+        model, tokenizer = hub.from_pretrained(config.model)
+        if get_controller(model) is not None:
+            raise ValueError(f"{config.model} is tapered; give the original model, or fold it (tapernorm fold)")
+        if tokenizer is None:
+            raise ValueError(f"{config.model} has no tokenizer beside it; put its tokenizer's files into the folder")
+        sites = find_sites(model)
+        chosen = choose(sites, TaperConfig(arm=config.arm, keep=config.keep))  # type: ignore[arg-type]
+        text = data.load_text(config.data, config.text_column, config.split)
+        context = context_length(model)
+        # Where positions are a learned table, a prefix of up to four tokens shortens it.
+        block = min(512, context - 4 if _position_tables(model) and config.prefix != "none" else context)
+        count = max(1, config.eval_tokens // block)
+        texts = {"validation": data.pack(text.validation, tokenizer, block, limit=count)}
+        names = {"validation": text.name}
+        if config.other_data is not None:
+            other = data.load_text(config.other_data)
+            texts["other"] = data.pack(other.validation, tokenizer, block, limit=count)
+            names["other"] = other.name
+        if int(texts["validation"].max()) >= model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer makes ids up to {int(texts['validation'].max())}, and the model knows "
+                f"{model.config.vocab_size}: they do not belong together"
+            )
+        Chain(model, chosen, texts["validation"][:, : min(block, 16)])  # refuses what is no row of blocks
+        facts = {
+            "model": {
+                "name": re.sub(r"\.(bin|gguf)$", "", Path(config.model).name) or config.model,
+                "architecture": type(model).__name__,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "layers": getattr(model.config, "num_hidden_layers", None),
+                "context": context,
+            },
+            "data": {"name": names["validation"], "validation_tokens": texts["validation"].numel(), "block": block},
+            "device": bench.device_name(next(model.parameters()).device),
+            "arm": config.arm,
+        }
+        if "other" in texts:
+            facts["data"] |= {"other_text": names["other"], "other_tokens": texts["other"].numel()}
+        if torch.cuda.is_available():
+            model.to("cuda")
+        return cls(model, tokenizer, text.train, texts, block, sites, chosen, facts)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def measure(self, model: Any, label: str) -> dict[str, Any]:
+        """{"losses": {text: Losses}, "largest": {"value", "where"}} of a model."""
+        batch = max(1, min(8, (1 << 27) // (self.block * model.config.vocab_size)))  # logits of half a GB
+        losses = {}
+        for name, ids in self.texts.items():
+            with bar(f"loss on {name} text, {label}", math.ceil(len(ids) / batch)) as advance:
+                losses[name] = evaluate(model, ids, batch=batch, progress=advance).to_dict()
+        value, where = largest_activation(model, self.texts["validation"][: max(1, 4096 // self.block)])
+        return {"losses": losses, "largest": {"value": value, "where": where}}
+
+
+def _remove(config: RemovalConfig, work: _Work) -> Removal:
+    prefix = read_prefix(config.prefix)
+    with stages() as tell:
+        try:
+            return remove_(
+                work.model, work.train, work.tokenizer, budget=cast(float, config.budget), prefix=prefix,
+                arm=config.arm, keep=config.keep, refit=config.refit, fit_tokens=config.fit_tokens, block=work.block,
+                progress=tell,
+            )  # fmt: skip
+        except ValueError as error:
+            if prefix is None and "prefix" in str(error):
+                raise ValueError(f"{error} (or pass --prefix none to go without, or token ids)") from error
+            raise
+
+
+def _reasons(config: RemovalConfig, work: _Work, removal: Removal) -> dict[str, str]:
+    """Why each norm that could not go, or was not to go, stays; what the search left has no reason of its own."""
+    chosen = {site.name for site in work.chosen}
+    reasons = {}
+    for site in work.sites:
+        if site.name not in removal.kept:
+            continue
+        if not site.removable:
+            reasons[site.name] = site.reason
+        elif site.name not in chosen:
+            final = site.role == "final" and config.arm == "internal"
+            reasons[site.name] = "the final norm stays in the arm “internal”" if final else "it was to be kept"
+    return reasons
+
+
+def _speed(original: Any, loaded: Any, name: str) -> list[dict[str, Any]]:
+    with bar("decoding speed", _ROUNDS + 1) as advance:
+        models = {"stock": original.eval(), "folded": loaded}
+        return bench.bench(models, batch=1, new_tokens=_NEW_TOKENS, rounds=_ROUNDS, name=name, progress=advance)
+
+
+def _samples(original: Any, loaded: Any, work: _Work) -> list[dict[str, str]]:
+    """Greedy text of both models from the beginnings of two blocks."""
+    ids = work.texts["validation"]
+    start = ids[:2, : min(12, work.block // 2)]
+    steps = min(40, work.block - start.shape[1])
+    texts = [greedy_tokens(model, start, steps) for model in (original, loaded)]
+    read = [[work.tokenizer.decode(row, skip_special_tokens=True) for row in rows] for rows in (start, *texts)]
+    return [{"prompt": p.strip(), "before": b, "after": a} for p, b, a in zip(*read, strict=True)]
+
+
+def _refuse_places(config: RemovalConfig, overwrite: bool) -> None:
+    folder = Path(config.out)
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise ValueError(f"{folder} is not empty; pass --overwrite to replace the run in it, or another --out")
+    if config.csv is None:
+        return
+    path = Path(config.csv)
+    if path.is_dir():
+        raise ValueError(f"--csv {path} is a folder; give the name of a file")
+    if path.is_file():
+        header = path.read_text(encoding="utf-8").partition("\n")[0].strip().split(",")
+        if header != [""] and set(_CSV) - set(header):
+            raise ValueError(f"--csv {path} has other columns ({', '.join(header)}); append to another file")
