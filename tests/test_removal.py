@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -131,9 +132,9 @@ def test_a_budget_that_is_missed_is_exit_code_3_and_the_model_is_there(call, mod
 def test_when_nothing_goes_it_says_so(call: Call, models, text, tmp_path, monkeypatch) -> None:  # noqa: F811
     def nothing(model: Any, *_: Any, **__: Any) -> tn.Removal:
         names, losses = [site.name for site in tn.find_sites(model)], summarise(torch.ones(10))
-        return tn.Removal(
-            (), tuple(names), dict.fromkeys(names[:-1], 0.5), 1.0, 1.0, losses, losses, (), (), (), None, 1.0
-        )
+        values: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(tn.Removal)), ())
+        values |= {"kept": tuple(names), "costs": dict.fromkeys(names[:-1], 0.5), "before": losses, "after": losses}
+        return tn.Removal(**values | {"loss_before": 1.0, "loss_after": 1.0, "fold": None, "seconds": 1.0})
 
     monkeypatch.setattr(removal, "remove_", nothing)
     out = tmp_path / "run"

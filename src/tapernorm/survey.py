@@ -1,8 +1,9 @@
 """Look before removing: the scale r of every token at every norm of a model, and what each norm is worth.
 
-A norm's cost is what the mean loss rises by when that norm alone is replaced by its fixed scale, c · h · γ with the
-robust c (`tapernorm.ridge.robust_scale`) of the text, no training. Costs do not add up: what a norm held back grows in
-the blocks behind it.
+A norm's cost is how far the output moves when that norm alone is replaced by its fixed scale, c · h · γ with the robust
+c (`tapernorm.ridge.robust_scale`) of the text, no training: mean over tokens of KL(original ‖ replaced), in nats, as in
+`tapernorm.remove`. Where a model is calibrated that is what its loss rises by, without the noise of the text. Costs do
+not add up: what a norm held back grows in the blocks behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tapernorm.prefix import Trial, attach_prefix, prefix_of, sample, search_pre
 from tapernorm.ridge import robust_scale
 from tapernorm.scales import outstanding, token_scales
 from tapernorm.sites import NormSite, context_length, find_sites
-from tapernorm.verify import evaluate, token_losses
+from tapernorm.verify import evaluate
 
 ABOVE, MASSIVE = 4.0, 20.0  # times a site's median: counted, and too far for a fixed scale
 CHEAP, COSTLY = 0.01, 0.1  # nats, alone
@@ -54,8 +55,8 @@ class Survey:
     before, after: site -> Spread, of the model as it is and with the prefix in front ({} without one). trials: every
     prefix that was tried. prefix: the one that is needed and clean, () if none is needed, None if none of them is
     clean. loss: mean loss of the text, nats; loss_prefix: with the prefix. costs: site -> nats, infinite where the
-    loss was not finite. tokens, positions: (which, how often above 4 times the median at some norm). notes: what could
-    not be measured, and why.
+    output was not finite. tokens, positions: (which, how often above 4 times the median at some norm). notes: what
+    could not be measured, and why.
     """
 
     sites: tuple[NormSite, ...]
@@ -79,7 +80,7 @@ class Survey:
 
 
 def survey(
-    model: Any, tokenizer: Any, ids: Tensor, cost_tokens: int = 2048, progress: Progress | None = None
+    model: Any, tokenizer: Any, ids: Tensor, cost_tokens: int = 1024, progress: Progress | None = None
 ) -> Survey:
     """Measure scales, prefixes and costs of a causal language model. A prefix that is needed stays in the model.
 
@@ -178,7 +179,7 @@ def norm_costs(
         if index is not None or site.role == "final":
             by_block[last if index is None else index].append(site)
     hidden = chain.start(ids)
-    base = float(chain.rest(0, ids, hidden, token_losses).double().mean())
+    base = chain.rest(0, ids, hidden, _log_probabilities)
     costs: dict[str, float] = {}
     scales: dict[str, float] = {}
     for index, here in by_block.items():
@@ -191,15 +192,20 @@ def norm_costs(
             fixed.set_gate(0.0)
             model.set_submodule(site.name, fixed.eval())
             try:
-                loss = float(chain.rest(index, ids, hidden, token_losses).double().mean())
+                made = chain.rest(index, ids, hidden, _log_probabilities)
             finally:
                 model.set_submodule(site.name, norm)
-            costs[site.name] = loss - base if math.isfinite(loss) else math.inf
+            cost = float((base.exp() * (base - made)).sum(-1).mean())
+            costs[site.name] = cost if math.isfinite(cost) else math.inf
             scales[site.name] = float(fixed.fixed_norm.c)
             tell("cost of each norm", len(costs) / len(sites))
         if index < last:
             hidden = chain.through(index, ids, hidden)
     return costs, scales
+
+
+def _log_probabilities(logits: Tensor, rows: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
 
 
 def parts_of(sites: list[NormSite]) -> dict[str, str]:
