@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -200,6 +201,21 @@ class TaperConfig:
         return cls(**values)
 
 
+def read_prefix(value: str) -> tuple[int, ...] | None:
+    """None for "auto", () for "none", else the token ids.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    text = value.strip().lower()
+    if text in ("auto", "none"):
+        return None if text == "auto" else ()
+    if not re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+        hint = nearest(text, ("auto", "none"))
+        raise ValueError(f"--prefix {value}: give auto, none, or token ids such as 0,504{hint}")
+    return tuple(int(token) for token in text.split(","))
+
+
 # name -> (width, layers, vocabulary, context); the shapes of the paper's four sizes, and a quick one
 SIZES = {
     "demo": (96, 8, 2048, 256),
@@ -229,6 +245,7 @@ class RunConfig:
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
         uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless its
             margin is 0.
+        prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.
         eval_tokens: how much of the validation text to measure on.
         bf16: bfloat16 autocast.
 
@@ -255,6 +272,7 @@ class RunConfig:
     anchor_weight: float | None = None
     keep: tuple[str, ...] = ()
     allow_massive: bool = False
+    prefix: str = "auto"
     uniformity_weight: float = 0.0
     cap: float | None = None
     stagger: float = 0.0
@@ -278,6 +296,7 @@ class RunConfig:
             raise ValueError(f"arm={self.arm!r} is not one of {', '.join(arms)}{nearest(self.arm, arms)}")
         if self.kind == "pretrain" and self.size not in SIZES:
             raise ValueError(f"size={self.size!r} is not one of {', '.join(SIZES)}{nearest(self.size, SIZES)}")
+        read_prefix(self.prefix)
         if self.kind == "taper" and not self.model:
             raise ValueError("taper needs a model: a folder, a hub id or a file")
         for field in ("steps", "batch", "accumulate", "eval_tokens"):

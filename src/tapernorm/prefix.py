@@ -145,7 +145,7 @@ def attach_prefix(model: Any, prefix: Sequence[int]) -> None:
     """
     prefix = tuple(int(token) for token in prefix)
     refuse_prefix(model, prefix)
-    tables = _position_tables(model)
+    tables = position_tables(model)
     front = torch.tensor(prefix)[None]
     seen = _record(model, front, start=0 if tables else -len(prefix))
     text = _some_ids(model, len(prefix))
@@ -291,7 +291,7 @@ def _hidden(model: Any, ids: Tensor) -> Tensor:
         return model.base_model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)[0]
 
 
-def _position_tables(model: Any) -> list[nn.Embedding]:
+def position_tables(model: Any) -> list[nn.Embedding]:
     """Learned tables of absolute positions: the embeddings that are read at 0, 1, 2, …, up to an offset."""
     tables: list[nn.Embedding] = []
     text = _some_ids(model)[:1]

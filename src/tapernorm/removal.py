@@ -24,11 +24,11 @@ from torch import Tensor
 
 from tapernorm import bench, data, hub
 from tapernorm.chain import Chain
-from tapernorm.config import TaperConfig, nearest
+from tapernorm.config import TaperConfig, read_prefix
 from tapernorm.convert import choose, get_controller
 from tapernorm.headroom import largest_activation
 from tapernorm.page import plain
-from tapernorm.prefix import _position_tables
+from tapernorm.prefix import position_tables
 from tapernorm.progress import bar, stages
 from tapernorm.remove import Removal, remove_
 from tapernorm.runs import Run
@@ -110,21 +110,6 @@ def read_budget(value: float | str) -> float:
         hint = f"; write {number:g}% for {number:g} %" if not text.endswith("%") else ""
         raise ValueError(f"--budget {text} would let the loss rise by {100 * share:g} %{hint}")
     return share
-
-
-def read_prefix(value: str) -> tuple[int, ...] | None:
-    """None for "auto", () for "none", else the token ids.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    text = value.strip().lower()
-    if text in ("auto", "none"):
-        return None if text == "auto" else ()
-    if not re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
-        hint = nearest(text, ("auto", "none"))
-        raise ValueError(f"--prefix {value}: give auto, none, or token ids such as 0,504{hint}")
-    return tuple(int(token) for token in text.split(","))
 
 
 def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
@@ -257,7 +242,7 @@ class _Work:
         text = data.load_text(config.data, config.text_column, config.split)
         context = context_length(model)
         # Where positions are a learned table, a prefix of up to four tokens shortens it.
-        block = min(512, context - 4 if _position_tables(model) and config.prefix != "none" else context)
+        block = min(512, context - 4 if position_tables(model) and config.prefix != "none" else context)
         count = max(1, config.eval_tokens // block)
         texts = {"validation": data.pack(text.validation, tokenizer, block, limit=count)}
         names = {"validation": text.name}

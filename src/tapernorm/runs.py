@@ -17,7 +17,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 import tapernorm
 from tapernorm import bench, data, hub
-from tapernorm.config import SIZES, RunConfig
+from tapernorm.config import SIZES, RunConfig, read_prefix
 from tapernorm.convert import choose, get_controller, taper_
 from tapernorm.fold import fold_
 from tapernorm.guard import GuardStop
+from tapernorm.prefix import find_prefix, position_tables, refuse_prefix
 from tapernorm.progress import bar
 from tapernorm.report import write_report
 from tapernorm.runlog import RunLog
@@ -137,6 +138,7 @@ class Material:
     train: Tensor  # [N, block] ids
     validation: Tensor
     sites: list[NormSite]
+    prefix: tuple[int, ...]  # of the tapered arm
     facts: dict[str, Any]
 
 
@@ -202,10 +204,13 @@ def prepare(config: RunConfig) -> Material:
     ):
         raise ValueError("bf16 asks for a GPU or a CPU with AVX-512; leave it out")
     context = context_length(model)
-    block = _check_block(config, context)
+    _check_block(config, context)
     sites = find_sites(model)
     if config.arm != "baseline":
         choose(sites, config.taper)
+    prefix = _prefix(config, model, tokenizer, text.train, sites)
+    # Where positions are a learned table, a prefix shortens it.
+    block = _check_block(config, context - len(prefix) if prefix and position_tables(model) else context)
     train = data.pack(text.train, tokenizer, block)
     validation = data.pack(text.validation, tokenizer, block, limit=max(1, config.eval_tokens // block))
     if int(train.max()) >= model.config.vocab_size:
@@ -230,11 +235,31 @@ def prepare(config: RunConfig) -> Material:
             "block": block,
         },
         "device": bench.device_name(_device()),
+        "prefix": list(prefix),
         "baseline_arm": _baseline_name(config, sites),
         "arm": config.arm,
         **({"taper": config.taper.to_dict()} if config.arm != "baseline" else {}),
     }
-    return Material(build, tokenizer, train, validation, sites, facts)
+    return Material(build, tokenizer, train, validation, sites, prefix, facts)
+
+
+def _prefix(
+    config: RunConfig, model: Any, tokenizer: Any, texts: Iterable[str], sites: list[NormSite]
+) -> tuple[int, ...]:
+    """The constant prefix that was asked for, or the one that is needed; a fresh model needs none."""
+    asked = read_prefix(config.prefix)
+    if config.kind == "pretrain" or config.arm == "baseline":
+        return ()
+    if asked is not None:
+        if asked:
+            refuse_prefix(model, asked)
+        return asked
+    if config.allow_massive:
+        return ()
+    try:
+        return find_prefix(model, tokenizer, texts, sites=sites)
+    except ValueError as error:
+        raise ValueError(f"{error} (or pass --prefix none to go without, or token ids)") from error
 
 
 def pretrain_model(size: str, tokenizer: Any, seed: int) -> LlamaForCausalLM:
@@ -304,7 +329,7 @@ def _train_arm(run: Run, material: Material, name: str, taper: RunConfig | None)
     if final.is_dir():
         return hub.from_pretrained(final)[0].to(_device())
     model = material.build()
-    controller = taper_(model, taper.taper) if taper is not None else None
+    controller = taper_(model, dataclasses.replace(taper.taper, prefix=material.prefix)) if taper is not None else None
     every = max(1, config.steps // 100)
     width = model.config.hidden_size
     rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
