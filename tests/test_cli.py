@@ -142,6 +142,32 @@ def test_taper_end_to_end(call: Call, models: Path, text: Path, tmp_path: Path, 
     assert call("taper", models / name, "--data", text, "--out", out, "--arm", arm, *QUICK, "--resume")[0] == 0  # done
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_taper_with_a_constant_prefix(call: Call, models: Path, text: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    code, said, noise = call("taper", models / name, "--data", text, "--out", out, "--prefix", "3,5", *QUICK, "--json")
+    assert code == 0, noise
+    assert json.loads(said)["fold"]["prefix"] == [3, 5]
+    assert json.loads(said)["verify"]["passed"]
+    assert json.loads((out / "run.json").read_text())["prefix"] == [3, 5]
+    model, _ = tn.from_pretrained(out / "model")
+    assert list(model.config.constant_prefix) == [3, 5]
+    assert json.loads((out / "model" / "config.json").read_text())["constant_prefix"] == [3, 5]
+    baseline, _ = tn.from_pretrained(out / "normed" / "final")
+    assert not getattr(baseline.config, "constant_prefix", ())  # it is what people have without this library
+
+
+def test_taper_looks_for_a_prefix_where_tokens_are_massive(
+    call: Call, models: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tapernorm.runs.find_prefix", lambda *args, **kwargs: (7,))
+    code, said, noise = call(
+        "taper", models / "llama", "--data", text, "--out", tmp_path / "run", "--no-baseline", *QUICK, "--json"
+    )
+    assert code == 0, noise
+    assert json.loads(said)["fold"]["prefix"] == [7]
+
+
 def test_pretrain_compares_with_the_norms_kept(call: Call, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ("--size", "1m", "--vocab-size", 300, "--data", text, *QUICK, "--lr", 1e-4)
@@ -239,6 +265,8 @@ BAD = {
     "unknown size": (["pretrain", "--data", "{text}", "--size", "2m"], "is not one of"),
     "no warm-up": (["pretrain", "--data", "{text}", "--warmup-steps", "0"], "warmup_steps=0 must be"),
     "no taper": (["pretrain", "--data", "{text}", "--taper-steps", "0"], "taper_steps=0 must be"),
+    "a prefix of words": (["taper", "{models}/llama", "--data", "{text}", "--prefix", "autom"], "did you mean 'auto'"),
+    "a prefix beyond the vocabulary": (["taper", "{models}/llama", "--data", "{text}", "--prefix", "99999"], "vocabul"),
     "keep matches nothing": (["taper", "{models}/llama", "--data", "{text}", "--keep", "h.*"], "matches none"),
     "no data given": (["pretrain"], "--data"),
     "unknown option": (["pretrain", "--data", "{text}", "--step", "3"], "--steps"),
