@@ -67,7 +67,7 @@ def find_prefix(
     return trials[-1].prefix
 
 
-def sample(tokenizer: Any, texts: Iterable[str] | Tensor, model: Any, tokens: int = 2048, block: int = 64) -> Tensor:
+def sample(tokenizer: Any, texts: Iterable[str] | Tensor, model: Any, tokens: int = 2048, block: int = 32) -> Tensor:
     """Short blocks of ids, cut anywhere in the text, as a user's prompts would begin anywhere. [N, block]"""
     block = min(block, context_length(model) - 4)
     stream: list[int] = []
