@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import NO_EPS, FixedLinear, TaperNorm, evaluation, taper_norms
 from tapernorm.prefix import prefix_of
 from tapernorm.sites import NormSite, default_example, examine, run
-from tapernorm.statistics import token_scale
+from tapernorm.soundness import FoldError, refuse_held, refuse_lost
 from tapernorm.trace import Consumer, tensors
 
 log = logging.getLogger(__name__)
@@ -44,10 +43,6 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}
 # unit in the last place of float32, 6e-8, wherever the folded value falls on the other side of a tie.
 NARROWED = 1e-6
 SIGNAL_TO_NOISE = 30.0  # dB, for bfloat16 and float16
-
-
-class FoldError(RuntimeError):
-    """A refused fold. The model is as it was before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +73,20 @@ class FoldReport:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
 
-def fold_(model: nn.Module, example: Any = None) -> FoldReport:
+def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> FoldReport:
     """Fold every TaperNorm of `model` into the weights that read it. In place, checked, or refused and untouched.
 
     Args:
         model: a tapered model whose gates are all 0.
         example: inputs for the comparison, as for `find_sites`; the more they are like real use, the better the
-            check. None makes random token ids.
+            check. None makes random token ids. With `labels` in it the loss of every token is looked at as well.
+        allow_tail: fold although tokens of the example are lost (`tapernorm.soundness.refuse_lost`).
 
     Raises:
         FoldError: nothing to fold; a gate that is not 0; a norm whose readers are not all known linear maps any
             more; weights on the meta device, quantized, wrapped or sharded; a token that the seat belt would still
-            hold; a scaled weight that overflows its dtype; an output that is not finite; an error above the bound.
+            hold; tokens that are lost; a scaled weight that overflows its dtype; an output that is not finite; an
+            error above the bound.
     """
     tapered = taper_norms(model)
     if not tapered:
@@ -97,12 +94,14 @@ def fold_(model: nn.Module, example: Any = None) -> FoldReport:
     inputs = default_example(model, batch=2, length=16) if example is None else example
     plan, sites, narrowed = _audit(model, tapered, inputs)
     with evaluation(model):
-        _refuse_held(model, tapered, inputs)
+        refuse_held(model, tapered, inputs)
         before = _outputs(model, inputs)
         if not before:
             raise FoldError("the model's output on the example holds no floating-point tensor: nothing to compare")
         if not all(torch.isfinite(t).all() for t in before):
             raise FoldError("the unfolded model's output on the example is not finite; nothing was folded")
+        if not allow_tail:
+            refuse_lost(before[0], inputs)
         with tempfile.TemporaryDirectory(prefix="tapernorm-") as folder:
             undo = _Undo(model, Path(folder) / "before.safetensors", plan)
             try:
@@ -172,34 +171,6 @@ def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tupl
 def _targets(site: NormSite) -> tuple[Consumer, ...]:
     """The linear maps that take a norm up: what reads it or, for a post-norm, what it reads."""
     return (site.producer,) if not site.removable and site.producer else site.links
-
-
-def _refuse_held(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> None:
-    """The seat belt (`TaperConfig.cap`) is gone at gate 0: no token may be one that it would still hold."""
-    largest: dict[str, float] = {}
-
-    def watch(name: str, module: TaperNorm) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            r = token_scale(next(iter((*args, *kwargs.values()))), module.probed.kind, module.probed.eps)
-            largest[name] = float((r * module.fixed_norm.c).max())
-
-        return hook
-
-    belted = {name: module for name, module in tapered.items() if module.cap is not None}
-    handles = [m.register_forward_pre_hook(watch(n, m), with_kwargs=True) for n, m in belted.items()]
-    try:
-        if belted:
-            _outputs(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, value in largest.items():
-        if value > (cap := belted[name].cap or math.inf):
-            raise FoldError(
-                f"{name}: a token of the example has r·c = {value:.3g}, above cap={cap:g}: in the taper the seat belt "
-                "held such tokens, and without it they were never trained for. Train longer at gate 0, taper without a "
-                "cap, or pass an example that is more like real use"
-            )
 
 
 def _audit_consumer(model: nn.Module, name: str, link: Consumer, needs_bias: bool) -> None:

@@ -401,7 +401,8 @@ def _finish(run: Run, material: Material, unfolded: Any) -> None:
     """Fold, save, load again, verify, measure."""
     folder = run.folder / "model"
     folded = copy.deepcopy(unfolded)
-    example = {"input_ids": material.validation[:2].to(_device())}
+    ids = material.validation[:2].to(_device())
+    example = {"input_ids": ids, "labels": ids}
     report = fold_(folded, example=example)
     hub.save_pretrained(folded, folder, tokenizer=material.tokenizer, overwrite=True)
     run.update(fold=report.to_dict(), norm_free_model=str(folder))
