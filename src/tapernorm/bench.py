@@ -83,9 +83,11 @@ def _calibrated(model: nn.Module, config: TaperConfig) -> nn.Module:
     twenty layers overflow. At a tenth each block adds little to the residual.
     """
     steps = {"warmup_steps": 1, "taper_steps": 1, "allow_massive": True, "anchor_weight": 0.0}
-    controller = taper_(model, dataclasses.replace(config, **steps))
+    bare = {"uniformity_weight": 0.0, "cap": None, "stagger": 0.0, "guard_margin": None}
+    controller = taper_(model, dataclasses.replace(config, **steps, **bare))
     model.train()
-    run(model, default_example(model, batch=2, length=16))
+    with torch.enable_grad():  # a forward without gradients is none of training, and gives no statistics
+        run(model, default_example(model, batch=2, length=16))
     model.eval()
     controller.step()
     controller.step()
