@@ -95,7 +95,7 @@ def cost_by_depth(rows: Sequence[Mapping[str, Any]], budget: float | None = None
             ax.plot(x, y, "-", color=colour, linewidth=0.9, alpha=0.55)
             ax.plot([], [], mark, color=colour, markersize=6, label=f"{part} norms" if part != "other" else "others")
             for filled in (True, False):
-                chosen = (gone == filled) if marked else np.full(len(x), filled)
+                chosen = ((gone == filled) if marked else np.full(len(x), filled)) & (y < top)  # no mark under a cross
                 face = colour if filled else PAGE
                 ax.plot(x[chosen], y[chosen], mark, color=colour, markersize=5.5, markerfacecolor=face, clip_on=False)
         if budget:
