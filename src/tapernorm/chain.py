@@ -39,7 +39,7 @@ class Chain:
 
     def __init__(self, model: Any, sites: list[NormSite], ids: Tensor, batch: int = 4, fast: bool = False) -> None:
         self.model, self.batch = model, batch
-        self.fast = fast and next(model.parameters()).dtype == torch.float32 and _has_bfloat16(model)
+        self.fast = fast
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         held = Counter(name for site in sites for name in lists if site.name.startswith(f"{name}."))
         if not held:
@@ -75,7 +75,7 @@ class Chain:
 
     def _forward(self, ids: Tensor) -> Tensor:
         device = next(self.model.parameters()).device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.fast):
+        with fast_products(self.model, self.fast):
             return self.model(input_ids=ids.to(device), use_cache=False).logits
 
     def start(self, ids: Tensor) -> Tensor:
@@ -169,6 +169,13 @@ class Chain:
             handle.remove()
             for block in self.blocks[:first]:
                 vars(block).pop("forward", None)
+
+
+def fast_products(model: nn.Module, wanted: bool = True) -> torch.autocast:
+    """bfloat16 products in a float32 model, for as long as the block lasts, where the processor has them."""
+    parameter = next(model.parameters())
+    enabled = wanted and parameter.dtype == torch.float32 and _has_bfloat16(model)
+    return torch.autocast(parameter.device.type, torch.bfloat16, enabled=enabled)
 
 
 def _has_bfloat16(model: nn.Module) -> bool:

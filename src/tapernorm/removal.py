@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tapernorm import bench, data, hub
-from tapernorm.chain import Chain
+from tapernorm.chain import Chain, fast_products
 from tapernorm.config import TaperConfig, read_prefix
 from tapernorm.convert import choose, get_controller
 from tapernorm.headroom import largest_activation
@@ -57,6 +57,7 @@ class RemovalConfig:
         eval_tokens: how much of the validation text to measure on.
         other_data: unrelated text to measure on as well.
         csv: a file that one row is appended to.
+        bf16: measure the losses with bfloat16 products, where the processor has them.
 
     Raises:
         ValueError: a value that is out of range or cannot be read.
@@ -76,6 +77,7 @@ class RemovalConfig:
     split: str | None = None
     other_data: str | None = None
     csv: str | None = None
+    bf16: bool = False
     kind: str = dataclasses.field(default="remove", init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
     run = Run.open(cast(Any, config), overwrite, resume=False)
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     work = _Work.prepare(config)
-    before = work.measure(work.model, "original")
+    before = work.measure(work.model, "original", config.bf16)
     original = copy.deepcopy(work.model)  # remove_ works in place
     removal = _remove(config, work)
     run.begin(**work.facts, started=started)  # nothing that could be refused is left to do
@@ -145,7 +147,7 @@ def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
     )
     loaded, _ = hub.from_pretrained(folder, device=work.device)  # what was written is what is judged
     run.update(verify=plain(verify(work.model, loaded, work.texts["validation"][:8]).to_dict()))
-    after = work.measure(loaded, "norms removed")
+    after = work.measure(loaded, "norms removed", config.bf16)
     run.update(**plain({"before": before, "after": after}))
     run.update(bench={"rows": _speed(original, loaded, run.record["model"]["name"])})
     run.update(samples=_samples(original, loaded, work))
@@ -206,6 +208,7 @@ def csv_row(record: dict[str, Any]) -> dict[str, Any]:
     settings, removal = record["settings"], record["removal"]
     before, after = (record[key]["losses"]["validation"] for key in ("before", "after"))
     recipe = ["linear+refit" if settings["refit"] else "linear"]
+    recipe += ["losses in bf16"] if settings["bf16"] else []
     recipe += [f"prefix {removal['prefix']}" if removal["prefix"] else "no prefix"]
     recipe += [f"{round(settings['fit_tokens'] / 1000)}k tokens"] + (["arm all"] if settings["arm"] == "all" else [])
     gap = None if after["loss"] is None else round(100 * (after["loss"] / before["loss"] - 1), 3)
@@ -278,12 +281,13 @@ class _Work:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def measure(self, model: Any, label: str) -> dict[str, Any]:
+    def measure(self, model: Any, label: str, fast: bool = False) -> dict[str, Any]:
         """{"losses": {text: Losses}, "largest": {"value", "where"}} of a model."""
         batch = max(1, min(8, (1 << 27) // (self.block * model.config.vocab_size)))  # logits of half a GB
         losses = {}
         for name, ids in self.texts.items():
-            with bar(f"loss on {name} text, {label}", math.ceil(len(ids) / batch)) as advance:
+            what = bar(f"loss on {name} text, {label}", math.ceil(len(ids) / batch))
+            with what as advance, fast_products(model, fast):
                 losses[name] = evaluate(model, ids, batch=batch, progress=advance).to_dict()
         value, where = largest_activation(model, self.texts["validation"][: max(1, 4096 // self.block)])
         return {"losses": losses, "largest": {"value": value, "where": where}}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tapernorm import data
-from tapernorm.chain import Chain
+from tapernorm.chain import Chain, fast_products
 from tapernorm.config import TaperConfig
 from tapernorm.convert import choose, get_controller, guard_saving, release
 from tapernorm.fold import FoldReport, fold_
@@ -123,7 +123,8 @@ def remove_(
     ids = _pack(model, texts, tokenizer, block, fit_tokens + check_tokens)
     held = max(1, round(len(ids) * check_tokens / (fit_tokens + check_tokens)))
     check, fit = ids[:held], ids[held:]
-    before = evaluate(model, check)
+    with fast_products(model):  # as in the search, for the two are compared
+        before = evaluate(model, check)
     if prefix is None:
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
     if prefix and prefix != prefix_of(model):
@@ -136,11 +137,9 @@ def remove_(
         return losses.nonfinite == 0 and losses.loss <= allowed and losses.p999 <= last
 
     costs = search.costs()
-    after = search.longest(costs, before.loss, budget, sound)
+    after = search.longest(costs, before.loss, budget, sound) or before
     folded = search.finish()
     report = fold_(model, example={"input_ids": check[:2].to(next(model.parameters()).device)}) if folded else None
-    if not folded:
-        after = evaluate(model, check)
     return Removal(
         folded=folded,
         kept=tuple(site.name for site in sites if site.name not in folded),
@@ -361,11 +360,13 @@ class _Search:
         """Norms that are replaced now."""
         return [name for name, norm in self.norms.items() if float(norm.gate) == 0]
 
-    def longest(self, costs: dict[str, float], base: float, budget: float, sound: Callable[[Losses], bool]) -> Losses:
+    def longest(
+        self, costs: dict[str, float], base: float, budget: float, sound: Callable[[Losses], bool]
+    ) -> Losses | None:
         """Remove the longest row of norms, cheapest first, that is sound. Costs alone say where to look first."""
         order = sorted(costs, key=lambda name: costs[name])
         total = torch.tensor([max(costs[name], 0.0) for name in order]).cumsum(0)
-        low, high, factor = 0, len(order), 2.0  # together they cost more than one by one
+        low, high, factor = 0, len(order), 0.8  # of the sum of divergences, which the loss then rises by
         best: Losses | None = None
         for _ in range(self.TRIALS):
             if high <= low:
@@ -381,7 +382,7 @@ class _Search:
             if losses.loss > base and total[count - 1] > 0:
                 factor = (losses.loss - base) / float(total[count - 1])
         self._recall()
-        return best if best is not None else evaluate(self.model, self.check)
+        return best
 
     def _remember(self) -> None:
         self.best = {name: norm.fixed_norm for name, norm in self.norms.items() if float(norm.gate) == 0}
