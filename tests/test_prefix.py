@@ -682,7 +682,7 @@ def test_none_is_clean():
 
 
 def test_too_little_text():
-    with pytest.raises(ValueError, match="the texts hold 5 tokens; at least 60 are needed"):
+    with pytest.raises(ValueError, match="the texts hold 5 tokens; at least 32 are needed"):
         tn.find_prefix(build("llama"), Tokenizer(), ["words"])
 
 
