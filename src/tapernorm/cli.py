@@ -93,7 +93,7 @@ def remove(
     arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it may go too.")] = "internal",
     keep: o.Keep = None,
     refit: Annotated[bool, typer.Option(help="Also fit the linear maps that write into the residual.")] = True,
-    fit_tokens: Annotated[int, typer.Option(help="Tokens of the training text to fit on.")] = 12_288,
+    fit_tokens: Annotated[int, typer.Option(help="Tokens of the training text to fit on.")] = 16_384,
     eval_tokens: o.EvalTokens = 65_536,
     text_column: o.Column = "text",
     split: o.Split = None,

@@ -71,7 +71,7 @@ class RemovalConfig:
     arm: str = "internal"
     keep: tuple[str, ...] = ()
     refit: bool = True
-    fit_tokens: int = 12_288
+    fit_tokens: int = 16_384
     eval_tokens: int = 65_536
     text_column: str = "text"
     split: str | None = None

@@ -11,7 +11,9 @@ with λ chosen on tokens that were not fitted (λ = ∞ is the paper's diagonal 
 those that cost least alone; how many is found by bisection, on the loss of held-out text and on its tail.
 
 Why the tail: a gated MLP is quadratic in its input, so a token a little above its usual scale grows from block to
-block once nothing holds it, and takes its whole sequence along. A removal that lets a token run away is taken back.
+block once nothing holds it, and takes its whole sequence along. So branches that grow faster than the residual
+(measured, not named) lose their norm in one block of three at most, and a removal that lets a token run away is taken
+back.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def remove_(
     arm: str = "internal",
     keep: tuple[str, ...] = (),
     refit: bool = True,
-    fit_tokens: int = 12_288,
+    fit_tokens: int = 16_384,
     check_tokens: int = 6_144,
     block: int = 512,
     tail: float = 0.1,
@@ -176,6 +178,8 @@ class _Search:
     # from a drift STRESS times as large as the one it has: the rare token that was not seen here drifts further.
     LIMIT, STRESS = 1.0, 2.0
     TRIALS = 4
+    # A branch of a higher power than LINEAR loses its norm in one block of APART.
+    LINEAR, APART = 1.4, 3
 
     def __init__(
         self, model: Any, chosen: list[NormSite], fit: Tensor, check: Tensor, refit: bool, progress: Progress | None
@@ -199,6 +203,7 @@ class _Search:
         self.writers = self._find_writers() if refit else {}
         self.teacher.fast = self.chain.fast
         self.saved = {w: model.get_submodule(w).weight.detach().clone() for w in self.writers.values()}
+        self.growth: dict[str, float] = {}
         self.refitted: set[str] = set()
         self.tried: list[tuple[int, float]] = []
         self.best: dict[str, FixedScale | FixedLinear] = {}
@@ -311,11 +316,35 @@ class _Search:
                 made = self.chain.rest(index, ids, check, lambda logits, rows: logits.float().log_softmax(-1))
                 cost = float((base.exp() * (base - made)).sum(-1).mean())
                 costs[name] = cost if math.isfinite(cost) else math.inf
+                self.growth[name] = self._growth(index, name, ids, check)
                 self._restore([name])
                 self.progress("cost of each norm", len(costs) / len(self.sites))
             hidden = points[f"{self.teacher.name}.{index}"]
             check = self.chain.through(index, ids, check)
         return costs
+
+    def _growth(self, index: int, name: str, ids: Tensor, hidden: Tensor) -> float:
+        """The power by which what a norm's branch adds grows with a large residual, once the norm is gone: 1 for
+        attention (an average of values, each linear in its token) and for a ReLU, 2 for a gated MLP."""
+        following = self._next_point(index, name)
+        take = {name: "input", following: "output" if following == f"{self.chain.name}.{index}" else "input"}
+        once, twice = (self.chain.inside(index, ids, scale * hidden, take) for scale in (16, 32))
+        added = [(seen[following] - seen[name]).float().norm(dim=-1) for seen in (once, twice)]
+        return float(torch.log2(added[1] / added[0].clamp(min=1e-12)).median())
+
+    def order(self, costs: dict[str, float]) -> list[str]:
+        """Norms from the cheapest on. Of branches that grow faster than the residual, no two nearer than `APART`
+        blocks: between them a token that drifts meets norms, which take back what the last one made of it."""
+        taken: list[int] = []
+        chosen: list[str] = []
+        for name in sorted(costs, key=lambda name: costs[name]):
+            block = self.chain.block_of(name) or 0
+            if self.growth[name] > self.LINEAR:
+                if any(abs(block - other) < self.APART for other in taken):
+                    continue
+                taken.append(block)
+            chosen.append(name)
+        return chosen
 
     def remove(self, wanted: set[str]) -> Losses:
         """Remove `wanted` in the order of depth; returns the held-out losses."""
@@ -364,7 +393,7 @@ class _Search:
         self, costs: dict[str, float], base: float, budget: float, sound: Callable[[Losses], bool]
     ) -> Losses | None:
         """Remove the longest row of norms, cheapest first, that is sound. Costs alone say where to look first."""
-        order = sorted(costs, key=lambda name: costs[name])
+        order = self.order(costs)
         total = torch.tensor([max(costs[name], 0.0) for name in order]).cumsum(0)
         low, high, factor = 0, len(order), 0.8  # of the sum of divergences, which the loss then rises by
         best: Losses | None = None
