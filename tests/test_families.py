@@ -243,7 +243,8 @@ def test_reloaded_is_folded(name, partly, tmp_path):
     for key, value in model.state_dict().items():  # DeepSeek's router comes back as float32, as which it is used
         assert torch.equal(value, state[key].to(value.dtype)), key
     found, _ = outputs(row, model)
-    assert error(found, result.after) < 1e-13  # the same weights; where they lie in memory decides on the last bit
+    # The same weights; where they lie in memory decides on the last bit, and that on the rounding to float32.
+    assert error(found, result.after) < (1e-6 if row.float32 else 1e-13)
 
 
 @ROW
