@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tapernorm as tn
 from tapernorm.chain import Chain
 from tapernorm.remove import _Search
-from tapernorm.ridge import fit_map, robust_scale
+from tapernorm.ridge import Fit, fit_map, robust_scale
 from tapernorm.verify import evaluate, summarise, token_losses
 from zoo import BY_NAME, D, assert_same, logits, randomise, relative, snapshot
 
@@ -263,3 +263,49 @@ def test_a_tapered_model_is_refused():
     tn.taper_(model, tn.TaperConfig())
     with pytest.raises(ValueError, match="the model is tapered"):
         tn.remove_(model, IDS)
+
+
+@pytest.mark.parametrize("row", [pytest.param(BY_NAME[name], id=name) for name in ("llama", "gpt2")])
+def test_what_a_map_is_drawn_towards_is_the_papers_scale(row, monkeypatch):
+    """Where nothing can be learned the branch is c (h − mean(h)) γ + β, the mean of a layer norm alone."""
+    monkeypatch.setattr("tapernorm.remove.fit_map", lambda x, y, prior: Fit(prior, float("inf"), 0.0, 0.0))
+    model = model_of(row)
+    site = next(site for site in tn.find_sites(model) if site.role == "internal")
+    search = _Search(model, [site], IDS[4:], IDS[:4], False, None)
+    h = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(4), dtype=torch.float64) + 1
+    norm = search.norms[site.name]
+    search._install(site.name, h, h)
+    x = h - h.mean(-1, keepdim=True) if row.kind == "layer" else h
+    wanted = norm.fixed_norm.c.double() * x * norm.gain()
+    if row.kind == "layer":
+        wanted = wanted + norm.norm.bias
+    assert relative(norm(h), wanted) < 1e-6
+
+
+def test_how_a_branch_grows_without_its_norm():
+    """A gated MLP by the square of its input; attention, and an MLP whose activation is linear far out, as it does."""
+    for name, power in (("llama", 2.0), ("gpt2", 1.0)):
+        model = model_of(BY_NAME[name])
+        sites = [site for site in tn.find_sites(model) if site.role == "internal"]
+        search = _Search(model, sites, IDS[4:], IDS[:4], True, None)
+        search.costs()
+        grown = {site: search.growth[site] for site in search.norms}
+        mlp = [value for site, value in grown.items() if site.endswith(("post_attention_layernorm", "ln_2"))]
+        attention = [value for site, value in grown.items() if site.endswith(("input_layernorm", "ln_1"))]
+        assert len(mlp) == len(attention) == 2
+        assert all(abs(value - power) < 0.1 for value in mlp), grown
+        assert all(abs(value - 1) < 0.1 for value in attention), grown
+
+
+def test_fast_growing_branches_keep_their_distance():
+    model = model_of(BY_NAME["llama"])
+    sites = [site for site in tn.find_sites(model) if site.role == "internal"]
+    search = _Search(model, sites, IDS[4:], IDS[:4], False, None)
+    attention, mlp = (
+        [s.name for s in sites if s.name.endswith(end)] for end in ("input_layernorm", "attention_layernorm")
+    )
+    search.growth = dict.fromkeys(attention, 1.0) | dict.fromkeys(mlp, 2.0)
+    costs = {mlp[1]: 0.1, attention[0]: 0.2, mlp[0]: 0.3, attention[1]: 0.4}
+    assert search.order(costs) == [mlp[1], attention[0], attention[1]]
+    search.growth = dict.fromkeys([*attention, *mlp], 1.0)
+    assert search.order(costs) == sorted(costs, key=lambda name: costs[name])
