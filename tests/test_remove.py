@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tapernorm as tn
 from tapernorm.chain import Chain
-from tapernorm.remove import _Search
 from tapernorm.ridge import Fit, fit_map, robust_scale
+from tapernorm.search import Search
 from tapernorm.verify import evaluate, summarise, token_losses
 from zoo import BY_NAME, D, assert_same, logits, randomise, relative, snapshot
 
@@ -180,7 +180,7 @@ def test_a_parallel_residual():
 def test_the_writers_are_the_maps_that_write_the_residual():
     model = model_of(BY_NAME["llama"])
     sites = [site for site in tn.find_sites(model) if site.role == "internal"]
-    search = _Search(model, sites, IDS[4:], IDS[:4], True, None)
+    search = Search(model, sites, IDS[4:], IDS[:4], True, None)
     assert search.writers == {
         f"model.layers.{i}.{norm}": f"model.layers.{i}.{writer}"
         for i in (0, 1)
@@ -194,7 +194,7 @@ def test_the_fits_lower_the_loss_of_a_removal():
     losses = {}
     for name in ("fitted", "diagonal"):
         model = model_of(BY_NAME["llama"])
-        search = _Search(model, sites, IDS[4:], IDS[:4], name == "fitted", None)
+        search = Search(model, sites, IDS[4:], IDS[:4], name == "fitted", None)
         search.LIMIT = float("inf")
         if name == "diagonal":
             search._install = lambda norm, h, y, s=search: _diagonal(s, norm, h)
@@ -213,7 +213,7 @@ def _diagonal(search, name, h):
 def test_a_token_that_runs_away_keeps_the_norm():
     model = model_of(BY_NAME["llama"])
     sites = [site for site in tn.find_sites(model) if site.role == "internal"]
-    search = _Search(model, sites, IDS[4:], IDS[:4], True, None)
+    search = Search(model, sites, IDS[4:], IDS[:4], True, None)
     search.LIMIT = 0.0
     search.remove(set(search.norms))
     assert search.gone() == []
@@ -268,10 +268,10 @@ def test_a_tapered_model_is_refused():
 @pytest.mark.parametrize("row", [pytest.param(BY_NAME[name], id=name) for name in ("llama", "gpt2")])
 def test_what_a_map_is_drawn_towards_is_the_papers_scale(row, monkeypatch):
     """Where nothing can be learned the branch is c (h − mean(h)) γ + β, the mean of a layer norm alone."""
-    monkeypatch.setattr("tapernorm.remove.fit_map", lambda x, y, prior: Fit(prior, float("inf"), 0.0, 0.0))
+    monkeypatch.setattr("tapernorm.search.fit_map", lambda x, y, prior: Fit(prior, float("inf"), 0.0, 0.0))
     model = model_of(row)
     site = next(site for site in tn.find_sites(model) if site.role == "internal")
-    search = _Search(model, [site], IDS[4:], IDS[:4], False, None)
+    search = Search(model, [site], IDS[4:], IDS[:4], False, None)
     h = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(4), dtype=torch.float64) + 1
     norm = search.norms[site.name]
     search._install(site.name, h, h)
@@ -287,7 +287,7 @@ def test_how_a_branch_grows_without_its_norm():
     for name, power in (("llama", 2.0), ("gpt2", 1.0)):
         model = model_of(BY_NAME[name])
         sites = [site for site in tn.find_sites(model) if site.role == "internal"]
-        search = _Search(model, sites, IDS[4:], IDS[:4], True, None)
+        search = Search(model, sites, IDS[4:], IDS[:4], True, None)
         search.costs()
         grown = {site: search.growth[site] for site in search.norms}
         mlp = [value for site, value in grown.items() if site.endswith(("post_attention_layernorm", "ln_2"))]
@@ -300,7 +300,7 @@ def test_how_a_branch_grows_without_its_norm():
 def test_fast_growing_branches_keep_their_distance():
     model = model_of(BY_NAME["llama"])
     sites = [site for site in tn.find_sites(model) if site.role == "internal"]
-    search = _Search(model, sites, IDS[4:], IDS[:4], False, None)
+    search = Search(model, sites, IDS[4:], IDS[:4], False, None)
     attention, mlp = (
         [s.name for s in sites if s.name.endswith(end)] for end in ("input_layernorm", "attention_layernorm")
     )

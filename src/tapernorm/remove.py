@@ -18,32 +18,22 @@ back.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import logging
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from tapernorm import data
-from tapernorm.chain import Chain, fast_products
+from tapernorm.chain import fast_products
 from tapernorm.config import TaperConfig
-from tapernorm.convert import choose, get_controller, guard_saving, release
+from tapernorm.convert import choose, get_controller
 from tapernorm.fold import FoldReport, fold_
-from tapernorm.modules import FixedLinear, FixedScale, TaperNorm
 from tapernorm.prefix import attach_prefix, find_prefix, prefix_of
-from tapernorm.ridge import Fit, fit_map, robust_scale
-from tapernorm.sites import NormSite, context_length, find_sites
-from tapernorm.verify import Losses, evaluate, summarise, token_losses
-
-log = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
+from tapernorm.search import Progress, Search
+from tapernorm.sites import context_length, find_sites
+from tapernorm.verify import Losses, evaluate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +121,7 @@ def remove_(
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
     if prefix and prefix != prefix_of(model):
         attach_prefix(model, prefix)
-    search = _Search(model, chosen, fit, check, refit, progress)
+    search = Search(model, chosen, fit, check, refit, progress)
     allowed = before.loss * (1 + budget)
     last = before.p999 * (1 + tail)
 
@@ -169,277 +159,3 @@ def _pack(model: Any, texts: Any, tokenizer: Any, block: int, tokens: int) -> Te
     if len(ids) < 4:
         raise ValueError(f"the texts make {len(ids)} blocks of {block} tokens; at least 4 are needed")
     return ids
-
-
-class _Search:
-    """The model with every chosen norm a TaperNorm (gate 1: the norm; gate 0: its map), and the original beside it."""
-
-    # A held-out token whose residual is off by more than its own length has run away, and so has one that gets there
-    # from a drift STRESS times as large as the one it has: the rare token that was not seen here drifts further.
-    LIMIT, STRESS = 1.0, 2.0
-    TRIALS = 4
-    # A branch of a higher power than LINEAR loses its norm in one block of APART.
-    LINEAR, APART = 1.4, 3
-
-    def __init__(
-        self, model: Any, chosen: list[NormSite], fit: Tensor, check: Tensor, refit: bool, progress: Progress | None
-    ) -> None:
-        self.model, self.fit, self.check = model, fit, check
-        self.progress = progress or (lambda what, share: None)
-        self.original = copy.deepcopy(model)
-        self.chain = Chain(model, chosen, fit, fast=True)
-        self.teacher = Chain(self.original, chosen, fit)
-        self.sites = [site for site in chosen if self.chain.block_of(site.name) is not None]
-        self.norms: dict[str, TaperNorm] = {}
-        for site in self.sites:
-            assert site.probed is not None
-            reader = model.get_parameter(site.links[0].weight)
-            self.norms[site.name] = TaperNorm(model.get_submodule(site.name), site.probed, site.width, like=reader)
-            model.set_submodule(site.name, self.norms[site.name])
-        self.by_block = {
-            index: [site.name for site in self.sites if self.chain.block_of(site.name) == index]
-            for index in range(len(self.chain.blocks))
-        }
-        self.writers = self._find_writers() if refit else {}
-        self.teacher.fast = self.chain.fast
-        self.saved = {w: model.get_submodule(w).weight.detach().clone() for w in self.writers.values()}
-        self.growth: dict[str, float] = {}
-        self.refitted: set[str] = set()
-        self.tried: list[tuple[int, float]] = []
-        self.best: dict[str, FixedScale | FixedLinear] = {}
-        self.best_writers: dict[str, Tensor] = {}
-
-    def _find_writers(self) -> dict[str, str]:
-        """For each norm, the linear map whose output is all that is added to the residual until the next point."""
-        found: dict[str, str] = {}
-        ids = self.fit[:1, :8]
-        hidden = self.teacher.start(ids)
-        for index, names in self.by_block.items():
-            block = f"{self.teacher.name}.{index}"
-            kinds = nn.Linear | Conv1D
-            inside = self.original.get_submodule(block).named_modules(prefix=block)
-            linears = [name for name, module in inside if isinstance(module, kinds)]
-            take = {**dict.fromkeys(names, "input"), **dict.fromkeys(linears, "output"), block: "output"}
-            seen = self.teacher.inside(index, ids, hidden, take)
-            points = [*names, block]
-            for name, following in zip(names, points[1:], strict=True):
-                added = seen[following] - seen[name]
-                for linear in linears:
-                    y = seen[linear]
-                    if y.shape == added.shape and torch.allclose(y, added, rtol=1e-3, atol=1e-3 * float(added.std())):
-                        found[name] = linear
-            hidden = seen[block]
-        return found
-
-    # One norm
-
-    @torch.no_grad()
-    def _install(self, name: str, h: Tensor, target: Tensor) -> None:
-        """Fit A and b for a norm and switch it to them. h, target: [N, T, D]"""
-        norm = self.norms[name]
-        layer = norm.probed.kind == "layer"
-        gain = norm.gain().float()
-        c = robust_scale(h, gain, norm.probed.kind, norm.probed.eps)
-        prior = torch.diag(c * gain)
-        bias = getattr(norm.norm, norm.probed.bias).detach().float() if norm.probed.bias else None
-        if layer:
-            prior = prior - prior.mean(1, keepdim=True)
-        x, y = h.flatten(0, -2).float(), target.flatten(0, -2).float()
-        found = fit_map(x, y if bias is None else y - bias, prior)
-        like = norm.fixed_norm.weight
-        fixed = FixedLinear(found.weight.to(like), bias if bias is None else bias.to(like), float(c))
-        norm.fixed_norm = fixed.requires_grad_(False)
-        norm.set_gate(0.0)
-
-    @torch.no_grad()
-    def _refit(self, writer: str, z: Tensor, wrong: Tensor) -> Fit:
-        """Fit the map that writes the result, so that it adds what is wrong with the residual too."""
-        module = self.model.get_submodule(writer)
-        weight = module.weight.detach()
-        old = weight.T if isinstance(module, Conv1D) else weight
-        x = z.flatten(0, -2).float()
-        y = x @ old.float().T + wrong.flatten(0, -2).float()
-        found = fit_map(x, y, old.float())
-        new = found.weight.T if isinstance(module, Conv1D) else found.weight
-        module.weight.data.copy_(new)
-        return found
-
-    def _restore(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.norms[name].set_gate(1.0)
-            if name in self.writers:
-                self.model.get_submodule(self.writers[name]).weight.data.copy_(self.saved[self.writers[name]])
-
-    def _remove(self, index: int, name: str, ids: Tensor, target: Tensor, goal: Tensor, hidden: Tensor) -> None:
-        """Replace a norm of block `index`, which reads `hidden`, and fit its writer. [N, T, D] each"""
-        h = self.chain.inside(index, ids, hidden, {name: "input"})[name]
-        self._install(name, h, target)
-        writer = self.writers.get(name)
-        if writer is None:
-            return
-        following = self._next_point(index, name)
-        what = "output" if following == f"{self.chain.name}.{index}" else "input"
-        seen = self.chain.inside(index, ids, hidden, {writer: "input", following: what})
-        self._refit(writer, seen[writer], goal - seen[following])
-
-    def _next_point(self, index: int, name: str) -> str:
-        names = self.by_block[index]
-        at = names.index(name) + 1
-        return names[at] if at < len(names) else f"{self.chain.name}.{index}"
-
-    def _targets(self, index: int, ids: Tensor, hidden: Tensor) -> dict[str, Tensor]:
-        """What the original makes in block `index`: each norm's output, each point of the residual, the result."""
-        block, names = f"{self.teacher.name}.{index}", self.by_block[index]
-        points = self.teacher.inside(index, ids, hidden, {**dict.fromkeys(names, "input"), block: "output"})
-        with torch.no_grad():
-            outputs = {f"{n} out": self.original.get_submodule(n)(points[n]) for n in names}
-        return points | outputs
-
-    # All of them
-
-    def costs(self) -> dict[str, float]:
-        """What each norm costs when it alone is replaced: mean over tokens of KL(original ‖ replaced), in nats.
-
-        Where a model is calibrated that is the loss that it will have more, and a thousand tokens tell it as well as
-        some ten thousand would tell a difference of losses: the noise of the text itself is not in it.
-        """
-        text, ids = self.fit[: max(3, len(self.fit) // 2)], self.check[: max(1, len(self.check) // 6)]
-        hidden = self.teacher.start(text)
-        check = self.chain.start(ids)
-        base = self.chain.rest(0, ids, check, lambda logits, rows: logits.float().log_softmax(-1))
-        costs: dict[str, float] = {}
-        for index, names in self.by_block.items():
-            points = self._targets(index, text, hidden)
-            for name in names:
-                goal = points[self._next_point(index, name)]
-                self._remove(index, name, text, points[f"{name} out"], goal, hidden)
-                made = self.chain.rest(index, ids, check, lambda logits, rows: logits.float().log_softmax(-1))
-                cost = float((base.exp() * (base - made)).sum(-1).mean())
-                costs[name] = cost if math.isfinite(cost) else math.inf
-                self.growth[name] = self._growth(index, name, ids, check)
-                self._restore([name])
-                self.progress("cost of each norm", len(costs) / len(self.sites))
-            hidden = points[f"{self.teacher.name}.{index}"]
-            check = self.chain.through(index, ids, check)
-        return costs
-
-    def _growth(self, index: int, name: str, ids: Tensor, hidden: Tensor) -> float:
-        """The power by which what a norm's branch adds grows with a large residual, once the norm is gone: 1 for
-        attention (an average of values, each linear in its token) and for a ReLU, 2 for a gated MLP."""
-        following = self._next_point(index, name)
-        take = {name: "input", following: "output" if following == f"{self.chain.name}.{index}" else "input"}
-        once, twice = (self.chain.inside(index, ids, scale * hidden, take) for scale in (16, 32))
-        added = [(seen[following] - seen[name]).float().norm(dim=-1) for seen in (once, twice)]
-        return float(torch.log2(added[1] / added[0].clamp(min=1e-12)).median())
-
-    def order(self, costs: dict[str, float]) -> list[str]:
-        """Norms from the cheapest on. Of branches that grow faster than the residual, no two nearer than `APART`
-        blocks: between them a token that drifts meets norms, which take back what the last one made of it."""
-        taken: list[int] = []
-        chosen: list[str] = []
-        for name in sorted(costs, key=lambda name: costs[name]):
-            block = self.chain.block_of(name) or 0
-            if self.growth[name] > self.LINEAR:
-                if any(abs(block - other) < self.APART for other in taken):
-                    continue
-                taken.append(block)
-            chosen.append(name)
-        return chosen
-
-    def remove(self, wanted: set[str]) -> Losses:
-        """Remove `wanted` in the order of depth; returns the held-out losses."""
-        self._restore(self.norms)
-        first = min(i for i, names in self.by_block.items() if wanted & set(names))
-        streams = {"fit": self.fit, "check": self.check}
-        theirs = {k: self.teacher.start(ids) for k, ids in streams.items()}
-        ours: dict[str, Tensor] = {k: v.clone() for k, v in theirs.items()}
-        for index, names in self.by_block.items():
-            block = f"{self.teacher.name}.{index}"
-            here = [name for name in names if name in wanted]
-            if not here:
-                for k, ids in streams.items():
-                    same = index < first
-                    theirs[k] = self.teacher.through(index, ids, theirs[k])
-                    ours[k] = theirs[k] if same else self.chain.through(index, ids, ours[k])
-                continue
-            points = self._targets(index, self.fit, theirs["fit"])
-            goal = self.teacher.through(index, self.check, theirs["check"])
-            some = self.check[: max(1, len(self.check) // 2)]
-            right = goal[: len(some)]
-            stressed = theirs["check"][: len(some)]
-            stressed = stressed + self.STRESS * (ours["check"][: len(some)] - stressed)
-            kept = _worst(self.chain.through(index, some, stressed), right)
-            for name in here:
-                goal_here = points[self._next_point(index, name)]
-                self._remove(index, name, self.fit, points[f"{name} out"], goal_here, ours["fit"])
-                gone = _worst(self.chain.through(index, some, stressed), right)
-                if gone <= max(self.LIMIT, 1.1 * kept):
-                    kept = max(kept, gone)
-                else:
-                    log.info("%s: a token runs away (%.2g, with the norm %.2g); it stays", name, gone, kept)
-                    self._restore([name])
-            theirs = {"fit": points[block], "check": goal}
-            ours = {k: self.chain.through(index, ids, ours[k]) for k, ids in streams.items()}
-            self.progress(f"removing {len(wanted)}", (index + 1) / len(self.by_block))
-        losses = summarise(self.chain.head(self.check, ours["check"], token_losses))
-        self.tried.append((len(self.gone()), losses.loss))
-        return losses
-
-    def gone(self) -> list[str]:
-        """Norms that are replaced now."""
-        return [name for name, norm in self.norms.items() if float(norm.gate) == 0]
-
-    def longest(
-        self, costs: dict[str, float], base: float, budget: float, sound: Callable[[Losses], bool]
-    ) -> Losses | None:
-        """Remove the longest row of norms, cheapest first, that is sound. Costs alone say where to look first."""
-        order = self.order(costs)
-        total = torch.tensor([max(costs[name], 0.0) for name in order]).cumsum(0)
-        low, high, factor = 0, len(order), 0.8  # of the sum of divergences, which the loss then rises by
-        best: Losses | None = None
-        for _ in range(self.TRIALS):
-            if high <= low:
-                break
-            guess = int((total * factor <= base * budget).sum())
-            count = min(max(guess, low + 1), high)
-            losses = self.remove(set(order[:count]))
-            if sound(losses) and (best is None or len(self.gone()) >= len(self.best)):
-                low, best = count, losses
-                self._remember()
-            else:
-                high = count - 1
-            if losses.loss > base and total[count - 1] > 0:
-                factor = (losses.loss - base) / float(total[count - 1])
-        self._recall()
-        return best
-
-    def _remember(self) -> None:
-        self.best = {name: norm.fixed_norm for name, norm in self.norms.items() if float(norm.gate) == 0}
-        self.best_writers = {w: self.model.get_submodule(w).weight.detach().clone() for w in self.saved}
-
-    def _recall(self) -> None:
-        self._restore(self.norms)
-        for name, fixed in self.best.items():
-            self.norms[name].fixed_norm = fixed
-            self.norms[name].set_gate(0.0)
-            if name in self.writers:
-                writer = self.writers[name]
-                self.model.get_submodule(writer).weight.data.copy_(self.best_writers[writer])
-                self.refitted.add(writer)
-
-    def finish(self) -> tuple[str, ...]:
-        """Put the norms back that stay; what goes is left at gate 0, to be folded."""
-        gone = tuple(self.gone())
-        for name, norm in self.norms.items():
-            if name not in gone:
-                self.model.set_submodule(name, norm.norm)
-        release(self.model)
-        if gone:
-            guard_saving(self.model)
-        return gone
-
-
-def _worst(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance of a token's residual from the original's, over its length. NaN counts as infinite."""
-    off = (ours - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
-    return float(torch.nan_to_num(off, nan=torch.inf).max())
