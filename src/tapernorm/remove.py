@@ -8,7 +8,7 @@ Each norm N is replaced by an affine map A h + b, fitted on text:
                                                             drawn towards the original's residual stream
 
 with λ chosen on tokens that were not fitted (λ = ∞ is the paper's diagonal scale). Norms go in the order of depth,
-those that cost least alone; how many is found by bisection, on the loss of held-out text and on its tail.
+those that cost least alone; how many is found by a few trials, on the loss of held-out text and on its tail.
 
 Why the tail: a gated MLP is quadratic in its input, so a token a little above its usual scale grows from block to
 block once nothing holds it, and takes its whole sequence along. So branches that grow faster than the residual
