@@ -7,7 +7,7 @@ For one token h with scale r (σ for a layer norm, after the mean is taken off) 
     log:     c = exp(−E[log r])              the optimum of (log r·c)²
 
 Sums are taken over the tokens of one optimizer step: over micro-batches and ranks, without padding; in a forward of
-more than 1,024 tokens a fixed sample stands for all. Each step's means enter a bias-corrected moving average;
+more than 512 tokens a fixed sample stands for all. Each step's means enter a bias-corrected moving average;
 c = num / (den + 1e-12). (arXiv 2602.10408, section 3.)
 """
 
@@ -24,7 +24,7 @@ from tapernorm.config import TaperConfig
 from tapernorm.modules import TaperNorm
 
 FIELDS = ("num", "den", "log_r", "log_r²", "r")  # what is averaged, in the order of the sums
-_SAMPLE = 1024  # tokens of one forward that are looked at; more are sampled
+_SAMPLE = 512  # tokens of one forward that are looked at; more are sampled
 
 
 class MassiveTokenError(RuntimeError):
@@ -129,7 +129,7 @@ class SiteStatistics:
 
 
 def stride(tokens: int, length: int) -> int:
-    """Every how many tokens one is looked at, so that a large forward costs no more than 1,024 tokens.
+    """Every how many tokens one is looked at, so that a large forward costs no more than 512 tokens.
 
     Prime to the sequence length: the sample then meets every position alike, and the first token of a sequence,
     which is the massive one where there is one, not more often than any other.
