@@ -160,7 +160,7 @@ def test_taper_with_a_constant_prefix(call: Call, models: Path, text: Path, tmp_
 def test_taper_looks_for_a_prefix_where_tokens_are_massive(
     call: Call, models: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tapernorm.runs.find_prefix", lambda *args, **kwargs: (7,))
+    monkeypatch.setattr("tapernorm.material.find_prefix", lambda *args, **kwargs: (7,))
     code, said, noise = call(
         "taper", models / "llama", "--data", text, "--out", tmp_path / "run", "--no-baseline", *QUICK, "--json"
     )

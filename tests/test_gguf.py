@@ -6,6 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tapernorm as tn
+from tapernorm import gguf_file
+from tapernorm.inspection import inspect_source
 
 gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the gguf package")
 
@@ -101,7 +103,12 @@ def test_it_can_lose_its_norms(tiny, tmp_path):
 
 
 def test_a_name_of_a_package_that_is_not_installed(monkeypatch):
-    from tapernorm import hub
+    monkeypatch.setitem(gguf_file._PACKAGED, "smollm2-135m", "no-such-distribution")
+    assert gguf_file.packaged("smollm2-135m") is None
 
-    monkeypatch.setitem(hub._PACKAGED, "smollm2-135m", "no-such-distribution")
-    assert hub._installed("smollm2-135m") is None
+
+def test_a_model_that_a_package_brings_is_known_by_its_name_everywhere(tiny, monkeypatch):
+    monkeypatch.setattr(gguf_file, "packaged", lambda name: tiny[0] if name == "smollm2-135m" else None)
+    model, _ = tn.from_pretrained("smollm2-135m")
+    assert torch.equal(logits(model), logits(tiny[1]))
+    assert len(inspect_source("smollm2-135m")[1]) == 5

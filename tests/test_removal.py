@@ -76,7 +76,7 @@ def test_remove_folds_verifies_measures_and_reports(call: Call, models: Path, te
     assert record["status"] == "done" and record["kind"] == "remove" and record["settings"]["budget"] == 0.2
     page = check(Path(result["report"]).read_text(encoding="utf-8"))
     assert f"{len(folded)} of 4 norms of {name} were taken out" in page.text
-    assert "the final norm stays in the arm" in page.text and "unrelated text, stories.jsonl" in page.text
+    assert "the final norm stays: it anchors" in page.text and "unrelated text, stories.jsonl" in page.text
     rows = list(csv.DictReader(table.open()))
     assert rows[0]["sites_removed"] == str(len(folded)) and rows[0]["sites_total"] == "4" and rows[0]["model"] == name
     assert rows[0]["recipe"] == "linear+refit, no prefix, 1k tokens" and rows[0]["nonfinite"] == "0"
@@ -153,7 +153,6 @@ BAD = {
     "unknown prefix": (["--prefix", "atuo"], "did you mean 'auto'"),
     "prefix outside the vocabulary": (["--prefix", "9999"], "outside the model's vocabulary"),
     "too long a prefix": (["--prefix", "1,2,3,4,5"], "1 to 4 token ids"),
-    "unknown arm": (["--arm", "intrenal"], "did you mean 'internal'"),
     "keep matches nothing": (["--keep", "h.*"], "matches none"),
     "too little to fit on": (["--fit-tokens", "10"], "at least 1,024"),
     "no such column": (["--text-column", "txt"], "did you mean 'text'"),

@@ -8,12 +8,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tapernorm as tn
 from tapernorm.chain import Chain
-from tapernorm.ridge import Fit, fit_map, robust_scale
+from tapernorm.prefix import room
+from tapernorm.ridge import Fit, fit_map
 from tapernorm.search import Search
+from tapernorm.statistics import robust_scale
 from tapernorm.verify import evaluate, summarise, token_losses
 from zoo import BY_NAME, D, assert_same, logits, randomise, relative, snapshot
 
 ROWS = [pytest.param(BY_NAME[name], id=name) for name in ("llama", "llama-tied", "gpt2", "gpt2-untied")]
+NOTHING = summarise(torch.zeros(9))
 IDS = torch.randint(D, (12, 16), generator=torch.Generator().manual_seed(3))
 
 
@@ -309,3 +312,40 @@ def test_fast_growing_branches_keep_their_distance():
     assert search.order(costs) == [mlp[1], attention[0], attention[1]]
     search.growth = dict.fromkeys([*attention, *mlp], 1.0)
     assert search.order(costs) == sorted(costs, key=lambda name: costs[name])
+
+
+@pytest.mark.parametrize("row", [pytest.param(BY_NAME[name], id=name) for name in ("llama", "gpt2")])
+@pytest.mark.parametrize("broken", ["fold_", "Search"])
+def test_an_error_on_the_way_leaves_the_model_as_it_came(row, broken, monkeypatch):
+    """With a prefix, which takes rows of GPT-2's position table; before and after weights were fitted."""
+
+    def fail(*args, **kwargs):
+        raise tn.FoldError("on purpose")
+
+    monkeypatch.setattr(f"tapernorm.remove.{broken}", fail)
+    model = model_of(row)
+    before, wanted = snapshot(model), logits(model)
+    with pytest.raises(tn.FoldError, match="on purpose"):
+        tn.remove_(model, IDS, budget=0.2, tail=5.0, prefix=(3, 5))
+    assert_same(before, snapshot(model))
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("row", [pytest.param(BY_NAME[name], id=name) for name in ("llama", "gpt2")])
+def test_where_nothing_goes_no_prefix_stays(row, monkeypatch):
+    monkeypatch.setattr(Search, "remove", lambda self, wanted: NOTHING)  # as if each were taken back
+    model = model_of(row)
+    before = snapshot(model)
+    removal = tn.remove_(model, IDS, prefix=(3, 5))
+    assert removal.folded == removal.prefix == removal.refitted == ()
+    assert removal.fold is None
+    assert removal.loss_after == removal.loss_before
+    assert_same(before, snapshot(model))
+
+
+def test_learned_positions_leave_room_for_a_prefix():
+    """Of sixty-four positions a prefix takes its own, or four while it is sought."""
+    assert room(model_of(BY_NAME["gpt2"]), (3, 5)) == 62
+    assert room(model_of(BY_NAME["gpt2"]), None) == 60
+    assert room(model_of(BY_NAME["gpt2"]), ()) == 64
+    assert room(model_of(BY_NAME["llama"]), None) == 64

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tapernorm import hub
+from tapernorm import hub, layout
 from tapernorm.config import Arm, TaperConfig
 from tapernorm.convert import get_controller, restore_, taper_
 from tapernorm.fold import fold_
@@ -105,7 +105,7 @@ def stock_like(source: str) -> nn.Module:
     stock = getattr(type(model), "stock_class", None)
     if stock is None:
         return model
-    config = hub.stock_config(model.config)
+    config = layout.stock_config(model.config)
     return stock._from_config(config, dtype=model.dtype)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.modules import evaluation
+from tapernorm.precision import fast_products
 from tapernorm.sites import NormSite
 
 
@@ -169,22 +170,6 @@ class Chain:
             handle.remove()
             for block in self.blocks[:first]:
                 vars(block).pop("forward", None)
-
-
-def fast_products(model: nn.Module, wanted: bool = True) -> torch.autocast:
-    """bfloat16 products in a float32 model, for as long as the block lasts, where the processor has them."""
-    parameter = next(model.parameters())
-    enabled = wanted and parameter.dtype == torch.float32 and _has_bfloat16(model)
-    return torch.autocast(parameter.device.type, torch.bfloat16, enabled=enabled)
-
-
-def _has_bfloat16(model: nn.Module) -> bool:
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return (
-        device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_avx512_bf16_supported()
-    )
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor:

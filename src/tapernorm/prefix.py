@@ -62,7 +62,8 @@ def find_prefix(
         raise ValueError(
             f"none of {len(trials)} prefixes leaves every token below {ratio:g} times its site's median; with the "
             f"best, {list(best.prefix)}, token {tokenizer.decode([best.token])!r} stands at {best.ratio:.0f} times "
-            f"before {best.site}. If the text spells out special tokens, take them out; or raise the ratio"
+            f"before {best.site}. If the text spells out special tokens, take them out; or go without: prefix=(), "
+            "--prefix none"
         )
     return trials[-1].prefix
 
@@ -130,13 +131,16 @@ def _try(model: Any, sites: list[NormSite], ids: Tensor, prefix: tuple[int, ...]
 # Putting it in
 
 
-def attach_prefix(model: Any, prefix: Sequence[int]) -> None:
+def attach_prefix(model: Any, prefix: Sequence[int]) -> Callable[[], None]:
     """Make the keys and values of `prefix` constants of `model`. In place; checked against the prefix as tokens.
 
     Args:
         model: a causal transformers model whose attention goes through transformers' attention interface, before any
             norm of it is gone.
         prefix: 1 to 4 token ids.
+
+    Returns:
+        What takes it all back, with the rows that a learned position table lost.
 
     Raises:
         ValueError: the model has a prefix already; it is of a kind that cannot hold one (recurrent, bidirectional,
@@ -163,6 +167,7 @@ def attach_prefix(model: Any, prefix: Sequence[int]) -> None:
     except BaseException:
         undo()
         raise
+    return undo
 
 
 def _put_in(
@@ -314,6 +319,15 @@ def position_tables(model: Any) -> list[nn.Embedding]:
         for handle in handles:
             handle.remove()
     return tables
+
+
+def room(model: Any, prefix: Sequence[int] | None) -> int:
+    """The most tokens of text beside a prefix, of which None is one that is still looked for: up to four tokens.
+
+    Rotary positions leave the context as it is; a learned table gives its first rows to the prefix.
+    """
+    taken = 4 if prefix is None else len(prefix)
+    return context_length(model) - (taken if taken and position_tables(model) else 0)
 
 
 def _starred(shapes: dict[str, list[int]]) -> dict[str, list[int]]:

@@ -12,30 +12,31 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import datetime
 import math
 import re
 import shlex
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from tapernorm import bench, data, hub
-from tapernorm.chain import Chain, fast_products
+from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig, read_prefix
-from tapernorm.convert import choose, get_controller
+from tapernorm.convert import choose
 from tapernorm.headroom import largest_activation
+from tapernorm.material import continuations, device, load_original, model_facts, refuse_foreign_ids
 from tapernorm.page import plain
-from tapernorm.prefix import position_tables
+from tapernorm.precision import fast_products, refuse_bfloat16
+from tapernorm.prefix import room
 from tapernorm.progress import bar, stages
+from tapernorm.record import Run
 from tapernorm.remove import Removal, remove_
-from tapernorm.runs import Run
 from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.survey import parts_of
-from tapernorm.verify import evaluate, greedy_tokens, verify
+from tapernorm.verify import evaluate, verify
 
+FINAL_STAYS = "the final norm stays: it anchors the scale of the logits, and without training nothing else can"
 SLACK = 1.25  # times the budget: the loss on unseen text may rise by so much more than on the text that chose
 WANTED_TOKENS = 60_000  # fewer say little about a 99.9th percentile
 _ROUNDS, _NEW_TOKENS = 7, 32  # of the decoding benchmark
@@ -53,11 +54,11 @@ class RemovalConfig:
         model, data: as `tapernorm.from_pretrained` and `tapernorm.data.load_text` read them; out: the run's folder.
         budget: share by which the loss may rise, as a number (0.01) or as text ("1%").
         prefix: "auto", "none" or token ids with commas ("0,504").
-        arm, keep, refit, fit_tokens: as in `remove_`.
+        keep, refit, fit_tokens: as in `remove_`.
         eval_tokens: how much of the validation text to measure on.
         other_data: unrelated text to measure on as well.
         csv: a file that one row is appended to.
-        bf16: measure the losses with bfloat16 products, where the processor has them.
+        bf16: measure the losses with bfloat16 products.
 
     Raises:
         ValueError: a value that is out of range or cannot be read.
@@ -68,7 +69,6 @@ class RemovalConfig:
     out: str
     budget: float | str = 0.01
     prefix: str = "auto"
-    arm: str = "internal"
     keep: tuple[str, ...] = ()
     refit: bool = True
     fit_tokens: int = 16_384
@@ -83,7 +83,7 @@ class RemovalConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", read_budget(self.budget))
         read_prefix(self.prefix)
-        TaperConfig(arm=self.arm, keep=self.keep)  # type: ignore[arg-type]  # refuses an unknown arm
+        TaperConfig(keep=self.keep)  # refuses what is no sequence of patterns
         for field in ("fit_tokens", "eval_tokens"):
             value = getattr(self, field)
             if value < 1024:
@@ -124,19 +124,16 @@ def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
     from tapernorm.report import write_report
 
     _refuse_places(config, overwrite)
-    run = Run.open(cast(Any, config), overwrite, resume=False)
-    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    run = Run.open(config, overwrite, resume=False)
     work = _Work.prepare(config)
     before = work.measure(work.model, "original", config.bf16)
     original = copy.deepcopy(work.model)  # remove_ works in place
     removal = _remove(config, work)
-    run.begin(**work.facts, started=started)  # nothing that could be refused is left to do
-    if "runs.execute" in run.record["command"]:
-        run.update(command="tapernorm.removal.execute(...)")
+    run.begin("tapernorm.removal.execute", **work.facts)  # nothing that could be refused is left to do
     folder = run.folder / "model"
     hub.save_pretrained(work.model, folder, tokenizer=work.tokenizer, overwrite=True)
     fold = removal.fold.to_dict() if removal.fold else {"folded": [], "c": {}}
-    fold |= {"kept": list(removal.kept), "reasons": _reasons(config, work, removal)}
+    fold |= {"kept": list(removal.kept), "reasons": _reasons(work, removal)}
     fold |= {"kinds": {s.name: s.kind for s in work.sites}, "roles": {s.name: s.role for s in work.sites}}
     parts = parts_of(work.sites)
     run.update(
@@ -145,7 +142,7 @@ def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
         sites_total=len(work.chosen),
         norm_free_model=str(folder),
     )
-    loaded, _ = hub.from_pretrained(folder, device=work.device)  # what was written is what is judged
+    loaded, _ = hub.from_pretrained(folder, device=device())  # what was written is what is judged
     run.update(verify=plain(verify(work.model, loaded, work.texts["validation"][:8]).to_dict()))
     after = work.measure(loaded, "norms removed", config.bf16)
     run.update(**plain({"before": before, "after": after}))
@@ -210,7 +207,7 @@ def csv_row(record: dict[str, Any]) -> dict[str, Any]:
     recipe = ["linear+refit" if settings["refit"] else "linear"]
     recipe += ["losses in bf16"] if settings["bf16"] else []
     recipe += [f"prefix {removal['prefix']}" if removal["prefix"] else "no prefix"]
-    recipe += [f"{round(settings['fit_tokens'] / 1000)}k tokens"] + (["arm all"] if settings["arm"] == "all" else [])
+    recipe += [f"{round(settings['fit_tokens'] / 1000)}k tokens"]
     gap = None if after["loss"] is None else round(100 * (after["loss"] / before["loss"] - 1), 3)
     values = (
         record["model"]["name"], record["data"]["name"], settings["budget"], len(record["fold"]["folded"]),
@@ -235,17 +232,14 @@ class _Work:
 
     @classmethod
     def prepare(cls, config: RemovalConfig) -> _Work:
-        model, tokenizer = hub.from_pretrained(config.model)
-        if get_controller(model) is not None:
-            raise ValueError(f"{config.model} is tapered; give the original model, or fold it (tapernorm fold)")
-        if tokenizer is None:
-            raise ValueError(f"{config.model} has no tokenizer beside it; put its tokenizer's files into the folder")
+        model, tokenizer = load_original(config.model)
+        if config.bf16:
+            refuse_bfloat16(device())
         sites = find_sites(model)
-        chosen = choose(sites, TaperConfig(arm=config.arm, keep=config.keep))  # type: ignore[arg-type]
+        chosen = choose(sites, TaperConfig(keep=config.keep))
         text = data.load_text(config.data, config.text_column, config.split)
         context = context_length(model)
-        # Where positions are a learned table, a prefix of up to four tokens shortens it.
-        block = min(512, context - 4 if position_tables(model) and config.prefix != "none" else context)
+        block = min(512, room(model, read_prefix(config.prefix)))
         count = max(1, config.eval_tokens // block)
         texts = {"validation": data.pack(text.validation, tokenizer, block, limit=count)}
         names = {"validation": text.name}
@@ -253,33 +247,16 @@ class _Work:
             other = data.load_text(config.other_data)
             texts["other"] = data.pack(other.validation, tokenizer, block, limit=count)
             names["other"] = other.name
-        if int(texts["validation"].max()) >= model.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer makes ids up to {int(texts['validation'].max())}, and the model knows "
-                f"{model.config.vocab_size}: they do not belong together"
-            )
+        refuse_foreign_ids(texts["validation"], model)
         Chain(model, chosen, texts["validation"][:, : min(block, 16)])  # refuses what is no row of blocks
         facts = {
-            "model": {
-                "name": re.sub(r"\.(bin|gguf)$", "", Path(config.model).name) or config.model,
-                "architecture": type(model).__name__,
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "layers": getattr(model.config, "num_hidden_layers", None),
-                "context": context,
-            },
+            "model": model_facts(model, re.sub(r"\.(bin|gguf)$", "", Path(config.model).name), context),
             "data": {"name": names["validation"], "validation_tokens": texts["validation"].numel(), "block": block},
-            "device": bench.device_name(next(model.parameters()).device),
-            "arm": config.arm,
+            "device": bench.device_name(device()),
         }
         if "other" in texts:
             facts["data"] |= {"other_text": names["other"], "other_tokens": texts["other"].numel()}
-        if torch.cuda.is_available():
-            model.to("cuda")
-        return cls(model, tokenizer, text.train, texts, block, sites, chosen, facts)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return cls(model.to(device()), tokenizer, text.train, texts, block, sites, chosen, facts)
 
     def measure(self, model: Any, label: str, fast: bool = False) -> dict[str, Any]:
         """{"losses": {text: Losses}, "largest": {"value", "where"}} of a model."""
@@ -296,19 +273,13 @@ class _Work:
 def _remove(config: RemovalConfig, work: _Work) -> Removal:
     prefix = read_prefix(config.prefix)
     with stages() as tell:
-        try:
-            return remove_(
-                work.model, work.train, work.tokenizer, budget=cast(float, config.budget), prefix=prefix,
-                arm=config.arm, keep=config.keep, refit=config.refit, fit_tokens=config.fit_tokens, block=work.block,
-                progress=tell,
-            )  # fmt: skip
-        except ValueError as error:
-            if prefix is None and "prefix" in str(error):
-                raise ValueError(f"{error} (or pass --prefix none to go without, or token ids)") from error
-            raise
+        return remove_(
+            work.model, work.train, work.tokenizer, budget=read_budget(config.budget), prefix=prefix,
+            keep=config.keep, refit=config.refit, fit_tokens=config.fit_tokens, block=work.block, progress=tell,
+        )  # fmt: skip
 
 
-def _reasons(config: RemovalConfig, work: _Work, removal: Removal) -> dict[str, str]:
+def _reasons(work: _Work, removal: Removal) -> dict[str, str]:
     """Why each norm that could not go, or was not to go, stays; what the search left has no reason of its own."""
     chosen = {site.name for site in work.chosen}
     reasons = {}
@@ -318,8 +289,7 @@ def _reasons(config: RemovalConfig, work: _Work, removal: Removal) -> dict[str, 
         if not site.removable:
             reasons[site.name] = site.reason
         elif site.name not in chosen:
-            final = site.role == "final" and config.arm == "internal"
-            reasons[site.name] = "the final norm stays in the arm “internal”" if final else "it was to be kept"
+            reasons[site.name] = FINAL_STAYS if site.role == "final" else "it was to be kept"
     return reasons
 
 
@@ -331,12 +301,11 @@ def _speed(original: Any, loaded: Any, name: str) -> list[dict[str, Any]]:
 
 def _samples(original: Any, loaded: Any, work: _Work) -> list[dict[str, str]]:
     """Greedy text of both models from the beginnings of two blocks."""
-    ids = work.texts["validation"]
-    start = ids[:2, : min(12, work.block // 2)]
-    steps = min(40, work.block - start.shape[1])
-    texts = [greedy_tokens(model, start, steps) for model in (original, loaded)]
-    read = [[work.tokenizer.decode(row, skip_special_tokens=True) for row in rows] for rows in (start, *texts)]
-    return [{"prompt": p.strip(), "before": b, "after": a} for p, b, a in zip(*read, strict=True)]
+    before, after = (
+        continuations(model, work.tokenizer, work.texts["validation"], count=2, new_tokens=40)
+        for model in (original, loaded)
+    )
+    return [{"prompt": p, "before": b, "after": a} for (p, b), (_, a) in zip(before, after, strict=True)]
 
 
 def _refuse_places(config: RemovalConfig, overwrite: bool) -> None:

@@ -18,6 +18,7 @@ back.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable
@@ -26,13 +27,14 @@ from typing import Any
 from torch import Tensor
 
 from tapernorm import data
-from tapernorm.chain import fast_products
+from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig
 from tapernorm.convert import choose, get_controller
 from tapernorm.fold import FoldReport, fold_
-from tapernorm.prefix import attach_prefix, find_prefix, prefix_of
+from tapernorm.precision import fast_products
+from tapernorm.prefix import attach_prefix, find_prefix, prefix_of, room
 from tapernorm.search import Progress, Search
-from tapernorm.sites import context_length, find_sites
+from tapernorm.sites import find_sites
 from tapernorm.verify import Losses, evaluate
 
 
@@ -76,7 +78,6 @@ def remove_(
     tokenizer: Any = None,
     budget: float = 0.01,
     prefix: tuple[int, ...] | None = None,
-    arm: str = "internal",
     keep: tuple[str, ...] = (),
     refit: bool = True,
     fit_tokens: int = 16_384,
@@ -87,13 +88,15 @@ def remove_(
 ) -> Removal:
     """Remove norms of a pretrained causal language model without training. In place, folded and checked.
 
+    Where nothing goes, and on any error, the model is as it came.
+
     Args:
         model: a transformers model with its norms.
-        texts: texts like those that the model is for, or [N, T] token ids.
+        texts: texts like those that the model is for, or [N, T] token ids (which leave room for a prefix).
         tokenizer: needed for texts, and to look for a prefix.
         budget: the loss on held-out text may rise by this share.
         prefix: token ids of a constant prefix; () for none; None: one is looked for where tokens are massive.
-        arm, keep: which norms, as in `TaperConfig`.
+        keep: glob patterns of norms to leave alone, as in `TaperConfig`. The final norm stays always.
         refit: also fit the linear maps that write into the residual stream; False changes nothing but what reads
             a norm.
         fit_tokens, check_tokens, block: how much text is fitted on, is held out, and in what pieces.
@@ -111,50 +114,55 @@ def remove_(
         raise ValueError("the model is tapered; remove_ takes one with its own norms (tn.restore_ takes a taper back)")
     started = time.perf_counter()
     sites = find_sites(model)
-    chosen = choose(sites, TaperConfig(arm=arm, keep=keep))  # type: ignore[arg-type]
-    ids = _pack(model, texts, tokenizer, block, fit_tokens + check_tokens)
+    chosen = choose(sites, TaperConfig(keep=keep))
+    length = min(block, room(model, () if prefix_of(model) else prefix))
+    ids = _pack(texts, tokenizer, length, fit_tokens + check_tokens)
+    Chain(model, chosen, ids[:1])  # refuses what is no row of blocks
     held = max(1, round(len(ids) * check_tokens / (fit_tokens + check_tokens)))
     check, fit = ids[:held], ids[held:]
     with fast_products(model):  # as in the search, for the two are compared
         before = evaluate(model, check)
     if prefix is None:
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
-    if prefix and prefix != prefix_of(model):
-        attach_prefix(model, prefix)
-    search = Search(model, chosen, fit, check, refit, progress)
-    allowed = before.loss * (1 + budget)
-    last = before.p999 * (1 + tail)
+    allowed, last = before.loss * (1 + budget), before.p999 * (1 + tail)
 
     def sound(losses: Losses) -> bool:
         return losses.nonfinite == 0 and losses.loss <= allowed and losses.p999 <= last
 
-    costs = search.costs()
-    after = search.longest(costs, before.loss, budget, sound) or before
-    folded = search.finish()
-    report = fold_(model, example={"input_ids": check[:2].to(next(model.parameters()).device)}) if folded else None
+    with contextlib.ExitStack() as undo:
+        if prefix and prefix != prefix_of(model):
+            undo.callback(attach_prefix(model, prefix))
+        search = Search(model, chosen, fit, check, refit, progress)
+        undo.callback(search.undo)
+        costs = search.costs()
+        after = search.longest(costs, before.loss, budget, sound)
+        folded, report = (), None
+        if after is not None:
+            folded = search.finish()
+            report = fold_(model, example={"input_ids": check[:2].to(next(model.parameters()).device)})
+            undo.pop_all()  # nothing is left that could go wrong, and something has gone
     return Removal(
         folded=folded,
         kept=tuple(site.name for site in sites if site.name not in folded),
         costs=costs,
         loss_before=before.loss,
-        loss_after=after.loss,
+        loss_after=(after or before).loss,
         before=before,
-        after=after,
-        prefix=tuple(prefix or ()),
-        refitted=tuple(sorted(search.refitted)),
+        after=after or before,
+        prefix=prefix_of(model),
+        refitted=search.refitted,
         tried=tuple(search.tried),
         fold=report,
         seconds=time.perf_counter() - started,
     )
 
 
-def _pack(model: Any, texts: Any, tokenizer: Any, block: int, tokens: int) -> Tensor:
+def _pack(texts: Any, tokenizer: Any, block: int, tokens: int) -> Tensor:
     if isinstance(texts, Tensor):
         ids = texts
     elif tokenizer is None:
         raise ValueError("texts need a tokenizer: pass tokenizer=..., or [N, T] token ids in place of texts")
     else:
-        block = min(block, context_length(model))
         ids = data.pack([texts] if isinstance(texts, str) else texts, tokenizer, block, limit=tokens // block + 1)
     if len(ids) < 4:
         raise ValueError(f"the texts make {len(ids)} blocks of {block} tokens; at least 4 are needed")

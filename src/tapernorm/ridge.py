@@ -7,8 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from tapernorm.statistics import token_scale
-
 RIDGES = (3e-4, 3e-3, 3e-2, 0.3)  # times the mean square of a feature
 _HELD_OUT = 4  # one token in so many is not fitted on, and chooses the ridge
 
@@ -47,13 +45,3 @@ def fit_map(x: Tensor, y: Tensor, prior: Tensor, ridges: tuple[float, ...] = RID
         if after < best.after:
             best = Fit(prior + step, ridge, before, after)
     return best
-
-
-def robust_scale(h: Tensor, gain: Tensor, kind: str, eps: float) -> Tensor:
-    """c = E[e/r³] / E[e/r²] with e = ‖(h − μ) γ‖² (`tapernorm.statistics`). h: [..., D] -> []"""
-    x = h.float()
-    if kind == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    r = token_scale(h, kind, eps)
-    energy = x.pow(2) @ gain.float().pow(2)
-    return (energy / r.pow(3)).sum() / (energy / r.pow(2)).sum()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -15,31 +14,6 @@ from torch import Tensor, nn
 from tapernorm.modules import evaluation
 from tapernorm.sites import NormSite
 from tapernorm.statistics import token_scale
-
-_OUT = 4.0  # times the median: a token this far up is counted
-
-
-@dataclasses.dataclass(frozen=True)
-class SiteScale:
-    """The scales at one site over a text.
-
-    median: of r. p01, p99, largest: of r / median. above: tokens above 4 times the median. position, token: of the
-    largest (the token's id). spread: the variance of log r.
-    """
-
-    name: str
-    median: float
-    p01: float
-    p99: float
-    largest: float
-    above: int
-    position: int
-    token: int
-    spread: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
 
 
 def token_scales(
@@ -68,30 +42,6 @@ def token_scales(
             if progress is not None:
                 progress()
     return {name: torch.cat(parts) for name, parts in found.items() if torch.cat(parts).shape == ids.shape}
-
-
-def describe(scales: dict[str, Tensor], ids: Tensor) -> list[SiteScale]:
-    """One line a site."""
-    rows = []
-    for name, r in scales.items():
-        median = r.median()
-        of_median = r / median
-        low, high = of_median.flatten().quantile(torch.tensor([0.01, 0.99])).tolist()
-        at = int(of_median.argmax())
-        rows.append(
-            SiteScale(
-                name=name,
-                median=float(median),
-                p01=low,
-                p99=high,
-                largest=float(of_median.max()),
-                above=int((of_median > _OUT).sum()),
-                position=at % ids.shape[1],
-                token=int(ids.flatten()[at]),
-                spread=float(r.log().var()),
-            )
-        )
-    return rows
 
 
 def outstanding(scales: dict[str, Tensor], ids: Tensor, ratio: float) -> tuple[Counter[int], Counter[int]]:

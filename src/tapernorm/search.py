@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tapernorm.chain import Chain
-from tapernorm.convert import guard_saving, release
+from tapernorm.logits import divergence, log_probabilities, token_losses
 from tapernorm.modules import FixedLinear, FixedScale, TaperNorm
-from tapernorm.ridge import Fit, fit_map, robust_scale
+from tapernorm.ridge import fit_map
 from tapernorm.sites import NormSite
-from tapernorm.verify import Losses, summarise, token_losses
+from tapernorm.statistics import robust_scale
+from tapernorm.verify import Losses, summarise
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,6 @@ class Search:
         self.teacher.fast = self.chain.fast
         self.saved = {w: model.get_submodule(w).weight.detach().clone() for w in self.writers.values()}
         self.growth: dict[str, float] = {}
-        self.refitted: set[str] = set()
         self.tried: list[tuple[int, float]] = []
         self.best: dict[str, FixedScale | FixedLinear] = {}
         self.best_writers: dict[str, Tensor] = {}
@@ -109,7 +108,7 @@ class Search:
         norm.set_gate(0.0)
 
     @torch.no_grad()
-    def _refit(self, writer: str, z: Tensor, wrong: Tensor) -> Fit:
+    def _refit(self, writer: str, z: Tensor, wrong: Tensor) -> None:
         """Fit the map that writes the result, so that it adds what is wrong with the residual too."""
         module = self.model.get_submodule(writer)
         weight = module.weight.detach()
@@ -119,7 +118,6 @@ class Search:
         found = fit_map(x, y, old.float())
         new = found.weight.T if isinstance(module, Conv1D) else found.weight
         module.weight.data.copy_(new)
-        return found
 
     def _restore(self, names: Iterable[str]) -> None:
         for name in names:
@@ -163,16 +161,14 @@ class Search:
         text, ids = self.fit[: max(3, len(self.fit) // 2)], self.check[: max(1, len(self.check) // 6)]
         hidden = self.teacher.start(text)
         check = self.chain.start(ids)
-        base = self.chain.rest(0, ids, check, lambda logits, rows: logits.float().log_softmax(-1))
+        base = self.chain.rest(0, ids, check, log_probabilities)
         costs: dict[str, float] = {}
         for index, names in self.by_block.items():
             points = self._targets(index, text, hidden)
             for name in names:
                 goal = points[self._next_point(index, name)]
                 self._remove(index, name, text, points[f"{name} out"], goal, hidden)
-                made = self.chain.rest(index, ids, check, lambda logits, rows: logits.float().log_softmax(-1))
-                cost = float((base.exp() * (base - made)).sum(-1).mean())
-                costs[name] = cost if math.isfinite(cost) else math.inf
+                costs[name] = divergence(base, self.chain.rest(index, ids, check, log_probabilities))
                 self.growth[name] = self._growth(index, name, ids, check)
                 self._restore([name])
                 self.progress("cost of each norm", len(costs) / len(self.sites))
@@ -260,7 +256,7 @@ class Search:
             guess = int((total * factor <= base * budget).sum())
             count = min(max(guess, low + 1), high)
             losses = self.remove(set(order[:count]))
-            if sound(losses) and (best is None or len(self.gone()) >= len(self.best)):
+            if sound(losses) and len(self.gone()) >= max(1, len(self.best)):
                 low, best = count, losses
                 self._remember()
             else:
@@ -269,6 +265,11 @@ class Search:
                 factor = (losses.loss - base) / float(total[count - 1])
         self._recall()
         return best
+
+    @property
+    def refitted(self) -> tuple[str, ...]:
+        """The linear maps that were fitted again for the norms that go."""
+        return tuple(sorted(self.writers[name] for name in self.best if name in self.writers))
 
     def _remember(self) -> None:
         self.best = {name: norm.fixed_norm for name, norm in self.norms.items() if float(norm.gate) == 0}
@@ -282,7 +283,6 @@ class Search:
             if name in self.writers:
                 writer = self.writers[name]
                 self.model.get_submodule(writer).weight.data.copy_(self.best_writers[writer])
-                self.refitted.add(writer)
 
     def finish(self) -> tuple[str, ...]:
         """Put the norms back that stay; what goes is left at gate 0, to be folded."""
@@ -290,10 +290,13 @@ class Search:
         for name, norm in self.norms.items():
             if name not in gone:
                 self.model.set_submodule(name, norm.norm)
-        release(self.model)
-        if gone:
-            guard_saving(self.model)
         return gone
+
+    def undo(self) -> None:
+        """The model as it came: its own norms, and the weights that it had."""
+        self._restore(self.norms)
+        for name, norm in self.norms.items():
+            self.model.set_submodule(name, norm.norm)
 
 
 def _worst(ours: Tensor, theirs: Tensor) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tapernorm.logits import token_losses
 from tapernorm.modules import TaperNorm
 from tapernorm.sites import run
 from tapernorm.statistics import token_scale
@@ -63,9 +64,7 @@ def refuse_lost(logits: Tensor, inputs: Any) -> None:
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, Tensor) or logits.dim() != 3 or labels.shape != logits.shape[:2]:
         return
-    wide = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    targets = labels[:, 1:].flatten().to(wide.device)
-    losses = nn.functional.cross_entropy(wide, targets, reduction="none")[targets >= 0]
+    losses = token_losses(logits, labels)[labels[:, 1:].flatten().cpu() >= 0]
     bound = _LOST * math.log(logits.shape[-1])
     lost = int((~(losses <= bound)).sum())  # NaN is lost, too
     if lost > _SHARE * len(losses):

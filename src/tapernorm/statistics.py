@@ -7,7 +7,7 @@ For one token h with scale r (σ for a layer norm, after the mean is taken off) 
     log:     c = exp(−E[log r])              the optimum of (log r·c)²
 
 Sums are taken over the tokens of one optimizer step: over micro-batches and ranks, without padding; in a forward of
-more than 512 tokens a fixed sample stands for all. Each step's means enter a bias-corrected moving average;
+more than 1,024 tokens a fixed sample stands for all. Each step's means enter a bias-corrected moving average;
 c = num / (den + 1e-12). (arXiv 2602.10408, section 3.)
 """
 
@@ -24,7 +24,7 @@ from tapernorm.config import TaperConfig
 from tapernorm.modules import TaperNorm
 
 FIELDS = ("num", "den", "log_r", "log_r²", "r")  # what is averaged, in the order of the sums
-_SAMPLE = 512  # tokens of one forward that are looked at; more are sampled
+_SAMPLE = 1024  # tokens of one forward that are looked at; more are sampled
 
 
 class MassiveTokenError(RuntimeError):
@@ -54,6 +54,25 @@ def token_scale(h: Tensor, kind: str, eps: float) -> Tensor:
     if kind == "layer":
         x = x - x.mean(-1, keepdim=True)
     return torch.sqrt(x.pow(2).mean(-1) + eps)
+
+
+def _terms(square: Tensor, r: Tensor, gain: Tensor, calibration: str) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of c for each token. square: (h − μ)², [..., D]; r: [...]; gain: [D]"""
+    if calibration == "log":  # c is taken from log r
+        return torch.ones_like(r), torch.ones_like(r)
+    energy = square @ gain.to(square.dtype).pow(2)
+    den = energy / r.pow(2) if calibration == "robust" else energy
+    return den / r, den
+
+
+@torch.no_grad()
+def robust_scale(h: Tensor, gain: Tensor, kind: str, eps: float) -> Tensor:
+    """The robust c of these tokens alone. h: [..., D]; gain: [D] -> []"""
+    x = h.to(torch.promote_types(h.dtype, torch.float32))
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    num, den = _terms(x.pow(2), token_scale(h, kind, eps), gain, "robust")
+    return num.sum() / den.sum()
 
 
 class SiteStatistics:
@@ -87,12 +106,7 @@ class SiteStatistics:
             square = x.pow(2)
             r = torch.sqrt(square.mean(-1) + norm.eps)
             log = r.log()
-            if self.calibration == "log":
-                num = den = torch.ones_like(r)
-            else:
-                energy = square @ self.module.gain().to(x.dtype).pow(2)
-                den = energy / r.pow(2) if self.calibration == "robust" else energy
-                num = den / r
+            num, den = _terms(square, r, self.module.gain(), self.calibration)
             rows = torch.stack([torch.ones_like(r), num, den, log, log * log, r])
             if mask is not None:  # where, not times: padding may hold anything, and 0 · inf is not 0
                 mask = mask[::every]
@@ -129,7 +143,7 @@ class SiteStatistics:
 
 
 def stride(tokens: int, length: int) -> int:
-    """Every how many tokens one is looked at, so that a large forward costs no more than 512 tokens.
+    """Every how many tokens one is looked at, so that a large forward costs no more than 1,024 tokens.
 
     Prime to the sequence length: the sample then meets every position alike, and the first token of a sequence,
     which is the massive one where there is one, not more often than any other.

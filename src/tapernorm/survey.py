@@ -1,9 +1,9 @@
 """Look before removing: the scale r of every token at every norm of a model, and what each norm is worth.
 
 A norm's cost is how far the output moves when that norm alone is replaced by its fixed scale, c · h · γ with the robust
-c (`tapernorm.ridge.robust_scale`) of the text, no training: mean over tokens of KL(original ‖ replaced), in nats, as in
-`tapernorm.remove`. Where a model is calibrated that is what its loss rises by, without the noise of the text. Costs do
-not add up: what a norm held back grows in the blocks behind it.
+c of the text, no training: mean over tokens of KL(original ‖ replaced), in nats, as in `tapernorm.remove`. Where a
+model is calibrated that is what its loss rises by, without the noise of the text. Costs do not add up: what a norm held
+back grows in the blocks behind it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from tapernorm.chain import Chain
+from tapernorm.logits import divergence, log_probabilities
 from tapernorm.modules import TaperNorm
 from tapernorm.prefix import Trial, attach_prefix, prefix_of, sample, search_prefix
-from tapernorm.ridge import robust_scale
 from tapernorm.scales import outstanding, token_scales
 from tapernorm.sites import NormSite, context_length, find_sites
+from tapernorm.statistics import robust_scale
 from tapernorm.verify import evaluate
 
 ABOVE, MASSIVE = 4.0, 20.0  # times a site's median: counted, and too far for a fixed scale
@@ -179,7 +180,7 @@ def norm_costs(
         if index is not None or site.role == "final":
             by_block[last if index is None else index].append(site)
     hidden = chain.start(ids)
-    base = chain.rest(0, ids, hidden, _log_probabilities)
+    base = chain.rest(0, ids, hidden, log_probabilities)
     costs: dict[str, float] = {}
     scales: dict[str, float] = {}
     for index, here in by_block.items():
@@ -192,20 +193,15 @@ def norm_costs(
             fixed.set_gate(0.0)
             model.set_submodule(site.name, fixed.eval())
             try:
-                made = chain.rest(index, ids, hidden, _log_probabilities)
+                made = chain.rest(index, ids, hidden, log_probabilities)
             finally:
                 model.set_submodule(site.name, norm)
-            cost = float((base.exp() * (base - made)).sum(-1).mean())
-            costs[site.name] = cost if math.isfinite(cost) else math.inf
+            costs[site.name] = divergence(base, made)
             scales[site.name] = float(fixed.fixed_norm.c)
             tell("cost of each norm", len(costs) / len(sites))
         if index < last:
             hidden = chain.through(index, ids, hidden)
     return costs, scales
-
-
-def _log_probabilities(logits: Tensor, rows: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1)
 
 
 def parts_of(sites: list[NormSite]) -> dict[str, str]:

@@ -136,7 +136,8 @@ def _costs(found: Survey) -> list[str]:
         said.append(f"No norm costs more than {COSTLY:g}.")
     final = [name for name in found.costs if found.parts[name] == "head"]
     if final:
-        said.append(f"The final norm, which stays unless --arm all, costs {_nats(found.costs[final[0]])} alone.")
+        cost = _nats(found.costs[final[0]])
+        said.append(f"The final norm costs {cost} alone; it stays, unless `tapernorm taper --arm all` trains it away.")
     return said
 
 

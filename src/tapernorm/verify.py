@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.fold import BOUNDS, SIGNAL_TO_NOISE
+from tapernorm.logits import token_losses
 from tapernorm.modules import evaluation
 from tapernorm.sites import context_length
 
@@ -186,10 +187,3 @@ def _logits(model: Any, rows: Tensor) -> Tensor:
     """[B, T, vocabulary] in evaluation mode, as the model makes them."""
     with evaluation(model):
         return model(input_ids=rows.to(next(model.parameters()).device), use_cache=False).logits
-
-
-def token_losses(logits: Tensor, rows: Tensor) -> Tensor:
-    """Next-token losses of a batch, in nats. [B, T, V], [B, T] -> [B · (T − 1)] in float32 or wider, on the CPU."""
-    wide = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    labels = rows[:, 1:].flatten().to(wide.device)
-    return nn.functional.cross_entropy(wide, labels, reduction="none").cpu()
