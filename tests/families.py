@@ -62,6 +62,20 @@ _ROTARY = "rotary positions are applied in float32"
 _KEPT_QK = "the QK norms that stay compute in float32"
 _KEPT_POST = "the post-norms that stay compute in float32"
 
+
+def _bert(name: str, last: str) -> Family:
+    """A body of BERT's layout under a masked head, whose norm is `last`."""
+    layers = f"{name}.encoder.layer"
+    stays = {
+        f"{name}.embeddings.LayerNorm": "it normalises the embeddings",
+        f"{layers}.*.attention.output.LayerNorm": _POST,
+        f"{layers}.0.output.LayerNorm": _POST,
+        f"{layers}.1.output.LayerNorm": _STREAM,
+        last: _STREAM,
+    }
+    return Family(name, name, _PLAIN, "", stays, head="AutoModelForMaskedLM")
+
+
 _ROWS = (
     Family("llama", "llama", _GROUPED, _LLAMA),
     Family("mistral", "mistral", _HEADS | {"sliding_window": 4}, _LLAMA),
@@ -273,20 +287,8 @@ _ROWS = (
         {"layers.*.self_attn.{q_norm,k_norm}": _QK, "norm": _OUTPUT}, head="AutoModel", float32=_KEPT_QK,
     ),
     # refused whole
-    Family(
-        "bert", "bert", _PLAIN, "",
-        {"bert.embeddings.LayerNorm": "it normalises the embeddings",
-         "bert.encoder.layer.*.attention.output.LayerNorm": _POST, "bert.encoder.layer.0.output.LayerNorm": _POST,
-         "bert.encoder.layer.1.output.LayerNorm": _STREAM, "cls.predictions.transform.LayerNorm": _STREAM},
-        head="AutoModelForMaskedLM",
-    ),
-    Family(
-        "roberta", "roberta", _PLAIN, "",
-        {"roberta.embeddings.LayerNorm": "it normalises the embeddings",
-         "roberta.encoder.layer.*.attention.output.LayerNorm": _POST, "roberta.encoder.layer.0.output.LayerNorm": _POST,
-         "roberta.encoder.layer.1.output.LayerNorm": _STREAM, "lm_head.layer_norm": _STREAM},
-        head="AutoModelForMaskedLM",
-    ),
+    _bert("bert", "cls.predictions.transform.LayerNorm"),
+    _bert("roberta", "lm_head.layer_norm"),
     Family(
         "bart", "bart", _BOTH | {"max_position_embeddings": 64}, "",
         {"model.{encoder,decoder}.layernorm_embedding": "it normalises the embeddings",

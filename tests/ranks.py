@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
+import llama
 import tapernorm as tn
 
 STEPS, GLOBAL_BATCH = 9, 12
@@ -43,15 +44,7 @@ CONFIG = tn.TaperConfig(
 def build() -> Any:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads, **ends))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return made
+    return llama.tiny()
 
 
 def rows(step: int) -> torch.Tensor:

@@ -6,78 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 
 import tapernorm
+from folders import BLOCKED, FAMILIES, IDS, byte_tokenizer, folded_by_hand, logits, names_of_norms, tiny
 from tapernorm import hub
-
-FAMILIES = ("llama", "gpt2")
-IDS = torch.arange(3, 21).reshape(2, 9)
-
-
-def tiny(family, seed=0):
-    """A tiny model whose every parameter, norm gains and biases included, is random."""
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    if family == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, tie_word_embeddings=True, **ends
-        )  # fmt: skip
-    else:
-        config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, **ends)
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter += 1
-    return model.eval()
-
-
-def folded_by_hand(family, seed=0, final=True):
-    """Norms gone, biases where there were none, head untied: the shape of what folding leaves."""
-    model = tiny(family, seed)
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ in ("LlamaRMSNorm", "LayerNorm") and (final or name.count(".") > 1):
-            model.set_submodule(name, nn.Identity())
-        elif name.endswith(("q_proj", "up_proj")):
-            module.bias = nn.Parameter(torch.randn(module.out_features) * 0.1)
-    if final:
-        head = model.get_output_embeddings()
-        head.weight = nn.Parameter(head.weight.detach() * torch.rand(32))
-        model.config.tie_word_embeddings = False
-        if family == "gpt2":
-            head.bias = nn.Parameter(torch.randn(300) * 0.1)
-    return model
-
-
-def byte_tokenizer():
-    alphabet = ["<s>", "</s>", "<pad>", *sorted(ByteLevel.alphabet())]
-    backend = Tokenizer(BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    backend.decoder = ByteLevelDecoder()
-    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-
-@torch.no_grad()
-def logits(model):
-    return model.eval()(input_ids=IDS).logits
-
-
-def names_of_norms(model):
-    return [name for name, module in model.named_modules() if type(module).__name__.endswith("Norm")]
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +36,6 @@ def made(tmp_path_factory):
 
 
 # Every line is a fact about a fresh process; `check` records what does not hold.
-ALONE = """
-import sys, json
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "tapernorm":
-            raise ImportError("tapernorm is not installed here")
-sys.meta_path.insert(0, Blocked())
-"""
 BODY = """
 import torch, pathlib, transformers as tf
 torch.set_num_threads(1)
@@ -151,7 +81,7 @@ print()
 print(json.dumps(failed))
 """
 STARTS = {
-    "alone": (ALONE, {"trust_remote_code": True}),
+    "alone": (BLOCKED, {"trust_remote_code": True}),
     "tapernorm-first": ("import sys, json, tapernorm; assert 'transformers' not in sys.modules\n", {}),
     "transformers-first": ("import sys, json; from transformers import AutoConfig; import tapernorm\n", {}),
 }
@@ -365,103 +295,3 @@ def test_a_folded_model_goes_through_the_folder(tmp_path):
     assert names_of_norms(loaded) == []
     assert loaded.config.added_biases == ["lm_head"]
     assert torch.equal(logits(loaded), logits(model))
-
-
-# Folders that are somebody's
-
-
-def test_an_occupied_folder_is_refused_and_stays(tmp_path):
-    model = folded_by_hand("llama")
-    hub.save_pretrained(model, tmp_path / "model")
-    notes = tmp_path / "model" / "notes.txt"
-    notes.write_text("mine")
-    with pytest.raises(ValueError, match=r"notes\.txt.*overwrite=True"):
-        hub.save_pretrained(model, tmp_path / "model")
-    hub.save_pretrained(folded_by_hand("llama", seed=1), tmp_path / "model", overwrite=True)
-    assert notes.read_text() == "mine"
-    loaded, _ = hub.from_pretrained(tmp_path / "model")
-    assert torch.equal(logits(loaded), logits(folded_by_hand("llama", seed=1)))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
-
-
-def test_a_stock_folder_is_not_replaced_silently(tmp_path):
-    tiny("llama").save_pretrained(tmp_path / "original")
-    with pytest.raises(ValueError, match="was not written by an earlier save"):
-        hub.save_pretrained(folded_by_hand("llama"), tmp_path / "original")
-    with pytest.raises(ValueError, match="is a file"):
-        hub.save_pretrained(folded_by_hand("llama"), tmp_path / "original" / "config.json")
-
-
-def test_a_save_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
-    hub.save_pretrained(folded_by_hand("llama"), tmp_path / "model")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
-    tokenizer = byte_tokenizer()
-    monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        hub.save_pretrained(folded_by_hand("llama", seed=1), tmp_path / "model", tokenizer=tokenizer)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()} == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
-
-
-def test_what_cannot_be_saved(tmp_path):
-    class Own(transformers.LlamaForCausalLM):
-        pass
-
-    model = Own(tiny("llama").config)
-    model.model.norm = nn.Identity()
-    with pytest.raises(ValueError, match="Own is not a class that transformers exports"):
-        hub.save_pretrained(model, tmp_path / "model")
-    with pytest.raises(ValueError, match="a Linear cannot be saved"):
-        hub.save_pretrained(nn.Linear(2, 2), tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []
-
-
-# Sources that are none
-
-
-def write(folder: Path, **files: str) -> Path:
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / f"{name}.json").write_text(text)
-    return folder
-
-
-def test_sources_that_are_no_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    cases = {
-        tmp_path / "nowhere": "no such file or folder",
-        write(tmp_path / "empty"): "not a model folder: there is no config.json",
-        write(tmp_path / "adapter", adapter_config="{}"): "merge it into its model first",
-        write(tmp_path / "typeless", config="{}"): "not a model that can be loaded",
-        write(tmp_path / "unknown", config='{"model_type": "nonesuch"}'): "unknown model type 'nonesuch'",
-        write(tmp_path / "ours", config='{"model_type": "tapernorm_nonesuch"}'): "unknown model type 'tapernorm_non",
-        write(tmp_path / "broken", config="{"): "not a model that can be loaded",
-        write(tmp_path / "bare", config=tiny("llama").config.to_json_string()): "not a model that can be loaded",
-        tmp_path / "broken" / "config.json": r"cannot read a \.json file",
-        tmp_path / "model.gguf": "no such file or folder",
-        "models/nowhere.bin": "no such file or folder",
-        "nobody-at-all/nothing-of-the-kind": "neither a folder here nor loadable from the hub.*local folder",
-    }
-    for source, words in cases.items():
-        with pytest.raises(ValueError, match=words) as caught:
-            hub.from_pretrained(source)
-        assert str(source) in str(caught.value)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="not a floating-point dtype"):
-        hub.from_pretrained(tmp_path, dtype="int8")
-
-
-def test_missing_weights_are_not_made_up(tmp_path):
-    model = tiny("llama")
-    state = {name: t for name, t in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
-    model.save_pretrained(tmp_path / "model", state_dict=state)
-    with pytest.raises(ValueError, match=r"1 weights of .* missing from it, such as model\.layers\.1\.mlp\.up_proj"):
-        hub.from_pretrained(tmp_path / "model")
-
-
-def test_gguf_without_its_package(tmp_path, monkeypatch):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install gguf"):
-        hub.from_pretrained(path)

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import tapernorm as tn
+from llama import tiny
 from tapernorm.modules import taper_norms
 from tapernorm.train import TaperTrainer, controller_of
 
@@ -20,18 +21,6 @@ STEPS = 9
 
 def needs(name):
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
-
-
-def tiny(seed=0):
-    torch.manual_seed(seed)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads, **ends))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
 
 
 def blocks(count=64, length=8):

@@ -1,0 +1,76 @@
+"""What goes into folders: tiny models, whole and without norms, and a tokenizer; and a process without tapernorm."""
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import nn
+
+FAMILIES = ("llama", "gpt2")
+IDS = torch.arange(3, 21).reshape(2, 9)
+# The first lines of a fresh process that cannot import tapernorm.
+BLOCKED = """
+import sys, json
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "tapernorm":
+            raise ImportError("tapernorm is not installed here")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def tiny(family, seed=0):
+    """A tiny model whose every parameter, norm gains and biases included, is random."""
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=True, **ends
+        )  # fmt: skip
+    else:
+        config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, **ends)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.3)
+            if parameter.ndim == 1 and name.endswith("weight"):
+                parameter += 1
+    return model.eval()
+
+
+def folded_by_hand(family, seed=0, final=True):
+    """Norms gone, biases where there were none, head untied: the shape of what folding leaves."""
+    model = tiny(family, seed)
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ in ("LlamaRMSNorm", "LayerNorm") and (final or name.count(".") > 1):
+            model.set_submodule(name, nn.Identity())
+        elif name.endswith(("q_proj", "up_proj")):
+            module.bias = nn.Parameter(torch.randn(module.out_features) * 0.1)
+    if final:
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach() * torch.rand(32))
+        model.config.tie_word_embeddings = False
+        if family == "gpt2":
+            head.bias = nn.Parameter(torch.randn(300) * 0.1)
+    return model
+
+
+def byte_tokenizer():
+    alphabet = ["<s>", "</s>", "<pad>", *sorted(ByteLevel.alphabet())]
+    backend = Tokenizer(BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(input_ids=IDS).logits
+
+
+def names_of_norms(model):
+    return [name for name, module in model.named_modules() if type(module).__name__.endswith("Norm")]

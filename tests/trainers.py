@@ -1,0 +1,78 @@
+"""What the tests of the Trainer share: a tiny model, its rows, and a trainer that is watched."""
+
+import torch
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+
+from tapernorm import TaperConfig, TaperTrainer, taper_
+
+transformers.utils.logging.set_verbosity_error()
+
+CONFIG = TaperConfig(arm="all", warmup_steps=3, taper_steps=4, ema_decay=0.8)
+STEPS = 9
+
+
+def tiny(family="llama", seed=0):
+    """A one-block model whose every parameter is random. GPT-2 keeps its dropout."""
+    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **ends)
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            max_position_embeddings=64, **ends
+        )  # fmt: skip
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.3)
+            if parameter.ndim == 1 and name.endswith("weight"):
+                parameter += 1
+    return model
+
+
+def blocks(count=64, length=8, seed=0):
+    rows = torch.randint(3, 64, (count, length), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def arguments(folder, **settings):
+    settings = {
+        "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "linear",
+        "weight_decay": 0.1, "max_grad_norm": 1.0, "save_strategy": "no", "logging_strategy": "no",
+    } | settings  # fmt: skip
+    return TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **settings
+    )
+
+
+class Watch(TrainerCallback):
+    """What the controller showed after each optimizer step."""
+
+    def __init__(self, controller):
+        self.controller, self.rows = controller, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        c = self.controller
+        self.rows.append((state.global_step, c.step_count, c.gate, c.phase, c.scale_target, c.scales))
+
+
+def make(folder, family="llama", config=CONFIG, kind=TaperTrainer, seed=0, data=None, **settings):
+    """(trainer, controller, watch) on a fresh model."""
+    model = tiny(family, seed)
+    controller = taper_(model, config)
+    trainer = kind(
+        model=model, args=arguments(folder, **settings), train_dataset=data or blocks(), eval_dataset=blocks(8, seed=5)
+    )
+    watch = Watch(controller)
+    trainer.add_callback(watch)
+    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    return trainer, controller, watch
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        equal = torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key]
+        assert equal, key
