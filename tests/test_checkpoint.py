@@ -79,6 +79,8 @@ def test_the_newest_whole_one_counts_and_old_ones_go(tmp_path):
     (tmp_path / "checkpoint-x").mkdir()
     assert load_checkpoint(tmp_path, model, optimizer).step == 11
     save_checkpoint(tmp_path, 11, model, optimizer, keep=1)  # once more, in its place
+    with pytest.raises(ValueError, match="keep=0"):
+        save_checkpoint(tmp_path, 12, model, optimizer, keep=0)
     assert load_checkpoint(tmp_path, model, optimizer).step == 11
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-11", "checkpoint-13", "checkpoint-x"]
 

@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
 import transformers
 
+import tapernorm.controller as controller_module
 from tapernorm import TaperConfig, fold_, get_controller, restore_, schedule, taper_
 from tapernorm.modules import taper_norms
 
@@ -120,6 +122,18 @@ def test_a_skipped_step_moves_nothing_and_drops_its_sums():
             controller.step()
         states.append(controller.state_dict())
     same(*states)
+
+
+@pytest.mark.parametrize("loss", [1.0, math.inf])
+def test_ranks_confer_about_a_skipped_step_whatever_each_one_saw(loss, monkeypatch):
+    """A rank whose own loss is not finite must not skip the exchange that the others wait in."""
+    model = tiny()
+    controller = taper_(model, TaperConfig(warmup_steps=2, taper_steps=4, guard_margin=1.0))
+    other = 1.0 if loss == math.inf else math.inf
+    asked = []
+    monkeypatch.setattr(controller_module, "gather", lambda x: asked.append(x) or torch.stack([x, x * 0 + other]))
+    controller.step(skipped=True, loss=loss)
+    assert len(asked) == 1 and controller.guard.unsound == 1
 
 
 def test_an_anchor_that_was_not_consumed_is_refused():

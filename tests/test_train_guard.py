@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer
 
 from tapernorm import GuardStop, TaperCallback, TaperTrainer, get_controller, hub
-from trainers import CONFIG, STEPS, make, same
+from trainers import CONFIG, STEPS, blocks, make, same
 
 GUARDED = dataclasses.replace(
     CONFIG, warmup_steps=3, taper_steps=12, guard_margin=0.5, guard_patience=2, guard_rewinds=1, allow_massive=True
@@ -91,6 +91,22 @@ def test_the_guard_stops_with_a_sound_checkpoint(tmp_path):
     same(model.state_dict(), trainer.model.state_dict())
     steps = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
     assert steps == [14, 15]  # none of an unsound step
+
+
+def test_no_checkpoint_of_an_unsound_step_whatever_asks_for_it(tmp_path):
+    """At the end of an epoch, the Trainer asks past the end of the step."""
+
+    class Twice(Spoiled):
+        @staticmethod
+        def spoil(trainer, loss):
+            return loss + 100 if trainer.state.global_step in (7, 11) else loss  # the last steps of epochs 2 and 3
+
+    trainer, controller, _ = make(
+        tmp_path, config=GUARDED, kind=Twice, data=blocks(16), max_steps=16, save_strategy="epoch"
+    )
+    trainer.train()
+    assert [event["kind"] for event in controller.events] == ["hold", "recovered"] * 2
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-16", "checkpoint-4"]
 
 
 def test_the_callback_alone_cannot_guard(tmp_path):

@@ -67,8 +67,11 @@ def save_checkpoint(
         keep: how many checkpoints to keep, this one with them.
 
     Raises:
-        ValueError: a parameter is sharded (see torch.distributed.checkpoint), or a value is neither a tensor nor JSON.
+        ValueError: a parameter is sharded (see torch.distributed.checkpoint), a value is neither a tensor nor JSON, or
+            `keep` is below 1.
     """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least the checkpoint that is written must stay")
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     if sharded:
         raise ValueError(
@@ -97,7 +100,7 @@ def save_checkpoint(
             save_torch_state_dict(model.state_dict(), staging)
             save_file(tensors, staging / "state.safetensors")
             (staging / "state.json").write_text(text, encoding="utf-8")
-        for _, old in _whole(root)[:-keep] if keep > 0 else ():
+        for _, old in _whole(root)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     if _is_distributed():
         dist.barrier()  # nobody goes on, or dies, while the first one writes

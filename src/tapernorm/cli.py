@@ -133,6 +133,7 @@ def taper(
     anchor: o.Anchor = None,
     anchor_weight: o.AnchorWeight = None,
     keep: o.Keep = None,
+    post: o.Post = False,
     allow_massive: o.Massive = False,
     prefix: o.Prefix = "auto",
     uniformity_weight: o.Uniformity = 0.0,
@@ -348,16 +349,19 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="How many tokens to make.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     seed: o.Seed = 0,
+    as_json: o.Json = False,
     config: o.Config = None,
 ) -> None:
     """Write text with a model, as it comes."""
     from tapernorm.commands import write_text
 
-    write_text(model, prompt, max_new_tokens, temperature, seed)
+    write_text(model, prompt, max_new_tokens, temperature, seed, as_json)
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: o.Json = False) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: o.Json = False, config: o.Config = None
+) -> None:
     """Write report.html of a run again, also of one that is not finished."""
     from tapernorm.report import write_report
 
@@ -394,7 +398,9 @@ def main() -> None:
             raise
         _fail(error, NUMERICAL)
     except KeyboardInterrupt:
-        _fail("stopped; the same command with --resume goes on from the last checkpoint", INTERRUPTED)
+        resumes = len(sys.argv) > 1 and sys.argv[1] in ("taper", "pretrain")
+        hint = "; the same command with --resume goes on from the last checkpoint" if resumes else ""
+        _fail(f"stopped{hint}", INTERRUPTED)
 
 
 def _fail(error: Any, code: int) -> None:

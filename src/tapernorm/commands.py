@@ -84,8 +84,10 @@ def time_decoding(
     return None
 
 
-def write_text(model: str, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> None:
-    """`generate`: text on stdout as it comes."""
+def write_text(
+    model: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, as_json: bool = False
+) -> None:
+    """`generate`: text on stdout as it comes, or all of it in one JSON object."""
     from transformers import TextStreamer
 
     loaded, tokenizer = from_pretrained(model)
@@ -102,14 +104,18 @@ def write_text(model: str, prompt: str, max_new_tokens: int, temperature: float,
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     )
-    loaded.generate(
+    made = loaded.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=min(max_new_tokens, context - ids.shape[1]),
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        streamer=None if as_json else TextStreamer(tokenizer, skip_special_tokens=True),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         **sampling,
     )
+    if as_json:
+        new = made[0, ids.shape[1] :]
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        print_json({"model": model, "prompt": prompt, "text": text, "new_tokens": len(new)})
 
 
 def blocks_of(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 Arm = Literal["internal", "all"]
 Calibration = Literal["robust", "lstsq", "log"]
 
+MASSIVE_RATIO = 20.0  # times a site's median: no fixed scale serves such a token beside the others
 ORDERS = ("depth", "reverse", "difficulty")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "arm": ("internal", "all"),
@@ -116,7 +117,7 @@ class TaperConfig:
     prefix: tuple[int, ...] = ()
     uniformity_weight: float = 0.0
     cap: float | None = None
-    massive_ratio: float = 20.0
+    massive_ratio: float = MASSIVE_RATIO
     allow_massive: bool = False
     stagger: float = 0.0
     order: str | tuple[str, ...] | dict[str, float] = "depth"
@@ -278,6 +279,7 @@ class RunConfig:
     stagger: float = 0.0
     order: str | tuple[str, ...] | dict[str, float] = "depth"
     guard_margin: float = 1.0
+    post: bool = False
     text_column: str = "text"
     split: str | None = None
     vocab_size: int | None = None
@@ -340,6 +342,7 @@ class RunConfig:
             stagger=self.stagger,
             order=self.order,
             guard_margin=self.guard_margin or None,
+            post=self.post,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -95,9 +95,9 @@ class TaperController:
             RuntimeError: at the end of warm-up, if a site never saw a finite token in training mode.
             MassiveTokenError: at the end of warm-up, if a token stood far above its site's median, on any rank.
             ValueError: there is a guard, and no loss.
-            GuardStop: see `tapernorm.guard`; the step was counted.
+            GuardStop: see `tapernorm.guard`.
 
-        But for GuardStop, nothing has been counted when it raises; the next call tries again.
+        Nothing has been counted when it raises; the next call tries again.
         """
         clock = self.taper_clock + (0.0 if skipped else 1.0)
         if not skipped:
@@ -107,10 +107,12 @@ class TaperController:
             if self.phase == "warmup":
                 self._commit()
         self._drop()
-        if self.guard is not None and loss is not None and not (skipped and math.isfinite(float(loss))):
-            clock = self.guard.judge(self._over_ranks(loss), self.taper_clock, self.step_count + 1)
-            if skipped:
-                clock = min(clock, self.taper_clock)
+        if self.guard is not None and loss is not None:
+            mean = self._over_ranks(loss)  # on every rank, before anything that could differ between them
+            if not (skipped and math.isfinite(mean)):
+                clock = self.guard.judge(mean, self.taper_clock, self.step_count + 1)
+                if skipped:
+                    clock = min(clock, self.taper_clock)
         before, self.taper_clock = self.taper_clock, clock
         self.step_count += not skipped
         if before < self.config.warmup_steps <= clock:

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tapernorm import adapters
 from tapernorm.convert import get_controller, guard_saving, release
-from tapernorm.modules import NO_EPS, FixedLinear, TaperNorm, evaluation, taper_norms
+from tapernorm.modules import NO_EPS, FixedLinear, FixedScale, TaperNorm, evaluation, taper_norms
 from tapernorm.prefix import prefix_of
 from tapernorm.sites import NormSite, default_example, examine, run
 from tapernorm.soundness import FoldError, refuse_held, refuse_lost
@@ -52,7 +53,7 @@ class FoldReport:
     folded, kept: norms that are gone, and norms that stay. reasons: why, for each kept one. new_biases: biases that
     were made. untied: heads cut loose from the embedding. max_abs_logit_error: largest absolute difference between
     the folded and the unfolded model's output on the example; relative_error: the same divided by the largest
-    absolute output; bound: what it was held to. c, kinds, roles: by site.
+    absolute output; bound: what it was held to. c (of those with a scale), kinds, roles: by site.
     """
 
     folded: tuple[str, ...]
@@ -101,7 +102,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
         if not all(torch.isfinite(t).all() for t in before):
             raise FoldError("the unfolded model's output on the example is not finite; nothing was folded")
         if not allow_tail:
-            refuse_lost(before[0], inputs)
+            refuse_lost(model, before[0], inputs)
         with tempfile.TemporaryDirectory(prefix="tapernorm-") as folder:
             undo = _Undo(model, Path(folder) / "before.safetensors", plan)
             try:
@@ -125,7 +126,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
         max_abs_logit_error=error,
         relative_error=relative,
         bound=bound,
-        c={site.name: float(module.fixed_norm.c) for site, module in plan},
+        c={s.name: float(m.fixed_norm.c) for s, m in plan if isinstance(m.fixed_norm, FixedScale)},
         kinds={site.name: site.kind for site in sites},
         roles={site.name: site.role for site in sites},
     )
@@ -323,14 +324,16 @@ class _Undo:
         # Those of this object: what it has from its class is not its own to put back.
         self.attributes = {k: vars(self.inner).get(k) for k in ("_tied_weights_keys", "all_tied_weights_keys")}
         self.ties = [(config, config.tie_word_embeddings) for config in _configs(self.inner)]
-        save_file({name: p.detach().contiguous().clone() for name, p in self.parameters.items()}, path)
+        distinct = {id(p): (name, p) for name, p in self.parameters.items()}  # tied ones are written once
+        save_file({name: _alone(p.detach()) for name, p in distinct.values()}, path)
+        self.written = {name: distinct[id(p)][0] for name, p in self.parameters.items()}
 
     def __call__(self) -> None:
-        saved = load_file(self.path)
-        for name, parameter in self.parameters.items():
-            parameter.data.copy_(saved[name])
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), attribute, parameter)
+        with safe_open(self.path, "pt") as saved:
+            for name, parameter in self.parameters.items():
+                parameter.data.copy_(saved.get_tensor(self.written[name]))
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), attribute, parameter)
         for name in self.no_bias:
             self.model.get_submodule(name).register_parameter("bias", None)
         for site, module in self.plan:
@@ -345,6 +348,12 @@ class _Undo:
                 delattr(self.inner, name)
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor where it fills its storage, else a copy: what a file can hold."""
+    fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if fills else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
     """The logits, or whatever else the model puts out."""
     output = run(model, inputs)
@@ -353,14 +362,15 @@ def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
 
 
 def _check(before: list[Tensor], after: list[Tensor], narrowed: str = "") -> tuple[float, float, float]:
-    """(largest absolute error, relative error, bound); for half precision the bound is that of 30 dB.
+    """(largest absolute error, largest relative error, its bound); for half precision that is the bound of 30 dB.
 
     narrowed: where the model computes in float32 though its weights are float64, if anywhere.
 
     Raises:
         FoldError: the error is above the bound.
     """
-    worst: tuple[float, float, float] | None = None
+    largest = 0.0
+    worst = (0.0, 0.0)  # relative to its bound
     for old, new in zip(before, after, strict=True):
         dtype = old.dtype
         old, new = old.double(), new.double()
@@ -376,5 +386,6 @@ def _check(before: list[Tensor], after: list[Tensor], narrowed: str = "") -> tup
                 f"the folded model's output differs by {relative:.2g} of its size, more than the {bound:.2g} that "
                 f"{dtype} allows; the model was put back as it was. Fold in float64 to see whether it is rounding"
             )
-        worst = max(worst or (0.0, 0.0, bound), (error, relative, bound))
-    return worst or (0.0, 0.0, 0.0)
+        largest = max(largest, error)
+        worst = max(worst, (relative, bound), key=lambda pair: pair[0] / pair[1] if pair[1] else -1.0)
+    return largest, *worst

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,7 +66,8 @@ def run(model: nn.Module, inputs: Any) -> Any:
 def _without_values(model: nn.Module) -> Iterator[None]:
     """On the meta device, the attention and the experts whose code looks into no tensor's values."""
     configs: dict[int, Any] = {}
-    if any(parameter.is_meta for parameter in itertools.islice(model.parameters(), 1)):
+    first = next(model.parameters(), None)
+    if first is not None and first.is_meta:
         for module in model.modules():
             config = getattr(module, "config", None)
             if hasattr(config, "_attn_implementation_internal"):

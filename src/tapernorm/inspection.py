@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Column, Table
@@ -34,7 +35,7 @@ def inspect_source(source: str) -> tuple[str, list[NormSite]]:
     return model.config.model_type, sites
 
 
-def as_rows(sites: list[NormSite]) -> list[dict[str, Any]]:
+def as_rows(sites: Sequence[NormSite]) -> list[dict[str, Any]]:
     """Plain JSON values, one object a norm."""
     return [{field: getattr(site, field) for field in FIELDS} for site in sites]
 

@@ -12,6 +12,7 @@ correctly classified token's loss always falls as ‖h‖ grows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.config import TaperConfig
-from tapernorm.modules import in_backward, uncompiled
+from tapernorm.logits import token_losses
+from tapernorm.modules import evaluation, first_input, in_backward, uncompiled
 from tapernorm.statistics import Average, Inputs, gather, token_scale
 
 
@@ -45,7 +47,7 @@ class ScaleAnchor:
         """Forward pre-hook on the final norm, whose one argument is h, [B, T, D]."""
         if not (module.training and self.inputs.training) or in_backward():
             return
-        s = token_scale(next(iter((*args, *kwargs.values()))), self.kind, self.eps).reshape(-1)
+        s = token_scale(first_input(args, kwargs), self.kind, self.eps).reshape(-1)
         mask = self.inputs.mask_for(s.numel())
         if mask is not None:
             s = s[mask]
@@ -117,46 +119,36 @@ def diagnose(model: nn.Module, ids: Tensor, sites: dict[str, tuple[str, float]],
     residual: list[Tensor] = []
 
     def watch(name: str, kind: str, eps: float) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            seen[name] = float(token_scale(args[0].detach(), kind, eps).mean())
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[name] = float(token_scale(first_input(args, kwargs).detach(), kind, eps).mean())
 
         return hook
 
-    def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # A leaf: the gradient is asked for at h alone.
-        h = args[0].detach().requires_grad_()
+        h = first_input(args, kwargs).detach().requires_grad_()
         residual.append(h)
-        return (h, *args[1:])
+        return (
+            ((h, *args[1:]), kwargs) if args else ((), dict(zip(kwargs, (h, *list(kwargs.values())[1:]), strict=True)))
+        )
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(watch(name, kind, eps))
-        for name, (kind, eps) in sites.items()
-    ]
-    if final is not None:
-        handles.append(model.get_submodule(final).register_forward_pre_hook(cut))
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(evaluation(model))
+        hooks = [(name, watch(name, kind, eps)) for name, (kind, eps) in sites.items()]
+        for name, hook in [*hooks, *([(final, cut)] if final is not None else [])]:
+            handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
         with torch.enable_grad():
             logits = model(input_ids=ids, use_cache=False).logits
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            token_loss = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
-            )
             radial = float("nan")
             if residual:
-                (gradient,) = torch.autograd.grad(token_loss, residual[0])
+                (gradient,) = torch.autograd.grad(token_losses(logits, ids).sum(), residual[0])
                 radial = float((gradient * residual[0].detach()).sum() / ids[:, 1:].numel())
-        logits = logits.detach()
-        return Diagnosis(
-            scale=seen,
-            prelogit_scale=seen.get(final, float("nan")) if final is not None else float("nan"),
-            logit_max=float(logits.abs().max()),
-            logit_std=float(logits.std()),
-            radial_gradient=radial,
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, flag in training.items():
-            module.training = flag
+    logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    return Diagnosis(
+        scale=seen,
+        prelogit_scale=seen.get(final, float("nan")) if final is not None else float("nan"),
+        logit_max=float(logits.abs().max()),
+        logit_std=float(logits.std()),
+        radial_gradient=radial,
+    )

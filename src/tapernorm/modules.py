@@ -62,22 +62,16 @@ class FixedScale(nn.Module):
 class FixedLinear(nn.Module):
     """A h + b: a fixed branch that is a full matrix, the norm's gain included. It folds at the same cost, none.
 
-    A: [D, D]; b: [D] or None. `c`, one number, is the scale of the diagonal map that A was drawn towards.
+    A: [D, D]; b: [D] or None.
     """
 
-    c: Tensor
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, c: float) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.detach().clone())
         self.bias = nn.Parameter(bias.detach().clone()) if bias is not None else None
-        self.register_buffer("c", torch.full((1,), c, dtype=torch.float32, device=weight.device))
 
     def forward(self, h: Tensor) -> Tensor:
         return nn.functional.linear(h, self.weight, self.bias)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FixedLinear:
-        return _apply_but_keep_float32(self, fn, recurse)
 
 
 class TaperNorm(nn.Module):
@@ -98,6 +92,7 @@ class TaperNorm(nn.Module):
     """
 
     gate: Tensor
+    fixed_norm: Any  # a FixedScale; a FixedLinear while `tapernorm.remove_` takes the norm out
 
     def __init__(self, norm: nn.Module, probed: Norm, width: int, like: Tensor | None = None) -> None:
         super().__init__()
@@ -110,7 +105,7 @@ class TaperNorm(nn.Module):
         fixed = FixedScale(g.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
         # What its owner froze stays frozen; a norm without parameters goes with what surrounds it.
         fixed.requires_grad_(own.requires_grad or not isinstance(own, nn.Parameter))
-        self.fixed_norm: FixedScale | FixedLinear = fixed
+        self.fixed_norm = fixed
         self.register_buffer("gate", torch.ones(1, dtype=torch.float32, device=own.device))
         self.path: Path = "exact"
         self.cap: float | None = None  # κ of the seat belt
@@ -147,9 +142,6 @@ class TaperNorm(nn.Module):
 
     def _mix(self, h: Tensor) -> Tensor:
         fixed = self.fixed_norm
-        if isinstance(fixed, FixedLinear):
-            gate = self.gate.to(h.dtype)
-            return gate * self.norm(h) + (1 - gate) * fixed(h)
         x = h.to(torch.promote_types(h.dtype, torch.float32))
         gate = self.gate.to(x.dtype)  # 1 − g in float32 would be the largest error of a float64 model
         a, k = (gate * self.gain()).to(x.dtype), ((1 - gate) * fixed.c * fixed.weight).to(x.dtype)
@@ -312,6 +304,11 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags.items():
             module.training = flag
+
+
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a hook's module reads: a norm's one input may come by name."""
+    return next(iter((*args, *kwargs.values())))
 
 
 def taper_norms(model: nn.Module) -> dict[str, TaperNorm]:

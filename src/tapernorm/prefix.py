@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm import modeling_tapernorm as modeling
+from tapernorm.config import MASSIVE_RATIO
 from tapernorm.modules import evaluation
 from tapernorm.scales import token_scales
 from tapernorm.sites import NormSite, context_length, find_sites
@@ -43,7 +44,11 @@ class Trial:
 
 
 def find_prefix(
-    model: Any, tokenizer: Any, texts: Iterable[str] | Tensor, ratio: float = 20.0, sites: list[NormSite] | None = None
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str] | Tensor,
+    ratio: float = MASSIVE_RATIO,
+    sites: list[NormSite] | None = None,
 ) -> tuple[int, ...]:
     """The shortest prefix with which no token of `texts` stands above `ratio` times its site's median; () if none is
     needed.
@@ -85,7 +90,7 @@ def sample(tokenizer: Any, texts: Iterable[str] | Tensor, model: Any, tokens: in
 
 
 def search_prefix(
-    model: Any, tokenizer: Any, ids: Tensor, ratio: float = 20.0, sites: list[NormSite] | None = None
+    model: Any, tokenizer: Any, ids: Tensor, ratio: float = MASSIVE_RATIO, sites: list[NormSite] | None = None
 ) -> list[Trial]:
     """Every prefix that was tried, in order; the last one is clean, if any is. ids: [N, T]"""
     sites = [s for s in (sites or find_sites(model)) if s.role in ("internal", "final", "other") and s.probed]

@@ -38,7 +38,6 @@ from tapernorm.verify import evaluate, verify
 
 FINAL_STAYS = "the final norm stays: it anchors the scale of the logits, and without training nothing else can"
 SLACK = 1.25  # times the budget: the loss on unseen text may rise by so much more than on the text that chose
-WANTED_TOKENS = 60_000  # fewer say little about a 99.9th percentile
 _ROUNDS, _NEW_TOKENS = 7, 32  # of the decoding benchmark
 _CSV = (
     "model", "data", "budget", "sites_removed", "sites_total", "loss_before", "loss_after", "gap_percent",

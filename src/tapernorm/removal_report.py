@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tapernorm import depth_figures, figures
 from tapernorm.figures import number
-from tapernorm.page import format_count, format_error, format_gap, format_loss, format_ratio, format_speed, render
+from tapernorm.page import format_count, format_error, format_gap, format_loss, format_ratio, format_speed, part, render
 
 FP16_LARGEST = 65_504.0
 _SHORT = 60_000  # tokens: with fewer, the 99.9th percentile is a guess
@@ -24,12 +24,12 @@ def render_removal(run: Path, record: Mapping[str, Any]) -> str:
     """The page about `record`, the content of run.json; what is not in it is said to be not measured."""
     from tapernorm.report import bench_groups, fold_rows
 
-    removal, fold = _part(record, "removal"), _part(record, "fold")
-    costs = _part(removal, "costs")
+    removal, fold = part(record, "removal"), part(record, "fold")
+    costs = part(removal, "costs")
     view = {
-        "run": record, "name": run.resolve().name, "removal": removal, "fold": fold, "part": lambda k: _part(record, k),
-        "verdict": verdict(record), "failed": list(record.get("failed") or ()), "verify": _part(record, "verify"),
-        "fold_rows": fold_rows(record, _part(fold, "kinds")), "bench": bench_groups(record), "texts": loss_rows(record),
+        "run": record, "name": run.resolve().name, "removal": removal, "fold": fold, "part": lambda k: part(record, k),
+        "verdict": verdict(record), "failed": list(record.get("failed") or ()), "verify": part(record, "verify"),
+        "fold_rows": fold_rows(record, part(fold, "kinds")), "bench": bench_groups(record), "texts": loss_rows(record),
         "costs": {name: format_loss(cost) if cost is not None else "not finite" for name, cost in costs.items()},
         "removed": _removed(record), "headroom": headroom(record), "warnings": warnings(record),
         "samples": [s for s in record.get("samples") or () if isinstance(s, dict)],
@@ -40,9 +40,9 @@ def render_removal(run: Path, record: Mapping[str, Any]) -> str:
 
 def verdict(record: Mapping[str, Any]) -> list[str]:
     """The removal in sentences."""
-    fold, removal = _part(record, "fold"), _part(record, "removal")
-    model = _part(record, "model").get("name") or "the model"
-    budget = number(_part(record, "settings").get("budget"))
+    fold, removal = part(record, "fold"), part(record, "removal")
+    model = part(record, "model").get("name") or "the model"
+    budget = number(part(record, "settings").get("budget"))
     limit = f"{100 * budget:g} %" if budget else "the budget"
     if not fold:
         return [f"No norm of {model} has been removed so far."]
@@ -83,7 +83,7 @@ def loss_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
                 change[column] = "–"
             else:
                 change[column] = f"{two - one:+,.0f}".replace("-", "−") if one != two else "0"
-        name = _part(record, "data").get("name" if key == "validation" else "other_text")
+        name = part(record, "data").get("name" if key == "validation" else "other_text")
         rows = [("original", before), ("norms removed", after)]
         tables.append({"label": f"{label}, {name}" if name else label, "rows": rows, "change": change})
     return tables
@@ -93,7 +93,7 @@ def headroom(record: Mapping[str, Any]) -> dict[str, Any]:
     """The largest activation before and after, as {"rows", "said"}: how much of float16's range it takes."""
     rows = []
     for key, label in (("before", "original"), ("after", "norms removed")):
-        largest = _part(_part(record, key), "largest")
+        largest = part(part(record, key), "largest")
         if largest:
             share = (number(largest.get("value")) or math.inf) / FP16_LARGEST
             shown = f"{100 * share:.2g} %" if share <= 1 else "over"
@@ -101,11 +101,11 @@ def headroom(record: Mapping[str, Any]) -> dict[str, Any]:
             rows[-1] |= {"part": share, "share": shown}
     if not rows:
         return {"rows": rows, "said": ""}
-    part, limit = rows[-1]["part"], f"the largest number of float16, {FP16_LARGEST:,.0f}"
+    taken, limit = rows[-1]["part"], f"the largest number of float16, {FP16_LARGEST:,.0f}"
     said = f"Nothing comes near {limit}."
-    if part > 0.5:
+    if taken > 0.5:
         said = f"Too close to {limit}, or beyond it: run the model in bfloat16 or float32."
-    elif part > 0.125:
+    elif taken > 0.125:
         said = f"Below half of {limit}."
     return {"rows": rows, "said": said}
 
@@ -145,7 +145,7 @@ def removal_table(record: Mapping[str, Any]) -> Table:
                 f"{format_gap(after.get('p999'), before.get('p999'))}, {tail}")  # fmt: skip
             add("  over 10 nats", format_count(after.get("over_10")), f"before {format_count(before.get('over_10'))}")
             add("  not finite", format_count(after.get("nonfinite")), f"of {format_count(after.get('tokens'))} tokens")
-    fold, verify = _part(record, "fold"), _part(record, "verify")
+    fold, verify = part(record, "fold"), part(record, "verify")
     if fold.get("folded"):
         add("logit error, fold", format_error(fold.get("max_abs_logit_error"), plain=True))
     add("logit error, reload", format_error(verify.get("max_abs_logit_error"), plain=True))
@@ -156,7 +156,7 @@ def removal_table(record: Mapping[str, Any]) -> Table:
         add("tokens/s, before", format_speed(group["stock"]["tokens_per_second"]))
         ratio = format_ratio(group["folded"].get("ratio"), "")
         add("tokens/s, after", format_speed(group["folded"]["tokens_per_second"]), ratio)
-    prefix = _part(record, "removal").get("prefix")
+    prefix = part(record, "removal").get("prefix")
     add("constant prefix", ", ".join(map(str, prefix)) if prefix else "none")
     for label, key in (("report", "report"), ("model", "norm_free_model")):
         if record.get(key):
@@ -165,18 +165,18 @@ def removal_table(record: Mapping[str, Any]) -> Table:
 
 
 def _bench(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows = _part(record, "bench").get("rows") or []
+    rows = part(record, "bench").get("rows") or []
     by_variant = {row["variant"]: row for row in rows}
     return [by_variant] if {"stock", "folded"} <= set(by_variant) else []
 
 
 def _draw(record: Mapping[str, Any]) -> dict[str, Markup]:
-    removal, fold = _part(record, "removal"), _part(record, "fold")
-    budget = number(_part(record, "settings").get("budget"))
+    removal, fold = part(record, "removal"), part(record, "fold")
+    budget = number(part(record, "settings").get("budget"))
     before = number(removal.get("loss_before"))
     drawn = {}
-    names = list(_part(fold, "kinds"))
-    costs, parts = _part(removal, "costs"), _part(record, "parts")
+    names = list(part(fold, "kinds"))
+    costs, parts = part(removal, "costs"), part(record, "parts")
     if costs:
         folded = set(fold.get("folded") or ())
         rows = [
@@ -194,22 +194,15 @@ def _draw(record: Mapping[str, Any]) -> dict[str, Markup]:
 
 def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for, less what is nothing or stands elsewhere on the page."""
-    values = {
-        k: v for k, v in _part(record, "settings").items() if v not in (None, [], ()) and k not in ("kind", "csv")
-    }
+    values = {k: v for k, v in part(record, "settings").items() if v not in (None, [], ()) and k not in ("kind", "csv")}
     budget = number(values.get("budget"))
     return values | ({"budget": f"{100 * budget:g} %"} if budget else {})
 
 
 def _removed(record: Mapping[str, Any]) -> str:
-    fold = _part(record, "fold")
+    fold = part(record, "fold")
     return f"{len(fold.get('folded') or ())} of {record.get('sites_total', '?')}" if fold else ""
 
 
 def _losses(record: Mapping[str, Any], when: str, text: str) -> dict[str, Any]:
-    return _part(_part(_part(record, when), "losses"), text)
-
-
-def _part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, dict) else {}
+    return part(part(part(record, when), "losses"), text)

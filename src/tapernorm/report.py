@@ -25,6 +25,7 @@ from tapernorm.page import (
     format_loss,
     format_ratio,
     format_speed,
+    part,
     render,
 )
 
@@ -71,7 +72,7 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
         if loss[key] is not None:
             add(label, format_loss(loss[key]))
     add("loss, norms removed", format_loss(loss["tapered"]), format_gap(loss["tapered"], loss["baseline"]))
-    fold = _part(run, "fold")
+    fold = part(run, "fold")
     bound = fold.get("bound")
     note = f"relative {format_error(fold.get('relative_error'), plain=True)}" if fold.get("relative_error") else ""
     note += f", bound {format_error(bound, plain=True)}" if note and bound is not None else ""
@@ -87,11 +88,6 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
         if value:
             table.add_row(Text(label), Text(str(value)))
     return table
-
-
-def _part(run: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = run.get(key)
-    return value if isinstance(value, dict) else {}
 
 
 def _read(run: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], list[str]]:
@@ -138,7 +134,7 @@ def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _arm_names(run: Mapping[str, Any], logs: Iterable[str]) -> tuple[str, str]:
     """The names of the tapered arm and of its baseline; guessed from the logs when run.json does not say."""
-    known = [*logs, *_part(run, "losses")]
+    known = [*logs, *part(run, "losses")]
     arm = run.get("arm") or next((name for name in ("internal", "all") if name in known), "internal")
     base = run.get("baseline_arm") or next((n for n in ("rms", "normed", "layer") if n in known), "baseline")
     return str(arm), str(base)
@@ -146,15 +142,15 @@ def _arm_names(run: Mapping[str, Any], logs: Iterable[str]) -> tuple[str, str]:
 
 def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
     tapered, baseline = _arm_names(run, ())
-    losses = _part(run, "losses")
+    losses = part(run, "losses")
     names = {"original": "original", "baseline": baseline, "tapered": tapered}
-    return {key: _part(losses, name).get("loss") for key, name in names.items()}
+    return {key: part(losses, name).get("loss") for key, name in names.items()}
 
 
 def bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Benchmark rows that may be compared: same model, mode, batch, cache, compile mode and dtype."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
-    rows = _part(run, "bench").get("rows")
+    rows = part(run, "bench").get("rows")
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     models = {row.get("model") for row in rows}
     for row in rows:
@@ -198,20 +194,20 @@ def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def fold_rows(run: Mapping[str, Any], sites: Iterable[str] = ()) -> list[dict[str, Any]]:
     """One row a norm, numbered as in the figures: in order of execution as far as the logs know it."""
-    fold = _part(run, "fold")
+    fold = part(run, "fold")
     folded, kept = (list(fold.get(key) or ()) for key in ("folded", "kept"))
-    names = dict.fromkeys([*sites, *_part(fold, "c"), *_part(fold, "kinds"), *folded, *kept])
+    names = dict.fromkeys([*sites, *part(fold, "c"), *part(fold, "kinds"), *folded, *kept])
     if not folded and not kept:
         return []
     return [
         {
             "number": i,
             "name": name,
-            "kind": _part(fold, "kinds").get(name, ""),
-            "role": _part(fold, "roles").get(name, ""),
+            "kind": part(fold, "kinds").get(name, ""),
+            "role": part(fold, "roles").get(name, ""),
             "verdict": "folded" if name in folded else "kept",
-            "reason": _part(fold, "reasons").get(name, ""),
-            "c": finite(_part(fold, "c").get(name), lambda v: f"{v:#.4g}") if name in folded else "",
+            "reason": part(fold, "reasons").get(name, ""),
+            "c": finite(part(fold, "c").get(name), lambda v: f"{v:#.4g}") if name in folded else "",
         }
         for i, name in enumerate(names, 1)
         if name in folded or name in kept
@@ -223,14 +219,14 @@ def _view(run: Path, data: dict[str, Any], logs: dict[str, Any], notes: list[str
     tapered, baseline = _arm_names(data, logs)
     rows = logs.get(tapered, [])
     sites = list(dict.fromkeys(site for row in rows for key in ("scale", "c") for site in row.get(key) or ()))
-    losses = {str(arm): value for arm, value in _part(data, "losses").items() if isinstance(value, dict)}
+    losses = {str(arm): value for arm, value in part(data, "losses").items() if isinstance(value, dict)}
     events = [event for event in data.get("events") or () if isinstance(event, dict)]
     view = {
         "run": data, "name": run.resolve().name, "tapered": tapered, "baseline": baseline, "losses": losses,
-        "fold": _part(data, "fold"), "verify": _part(data, "verify"), "fold_rows": fold_rows(data, sites),
+        "fold": part(data, "fold"), "verify": part(data, "verify"), "fold_rows": fold_rows(data, sites),
         "bench": bench_groups(data), "samples": [s for s in data.get("samples") or () if isinstance(s, dict)],
-        "events": events, "notes": notes, "part": lambda key: _part(data, key),
-        "chosen": lambda key: {k: v for k, v in _part(data, key).items() if v not in (None, "", [], ())},
+        "events": events, "notes": notes, "part": lambda key: part(data, key),
+        "chosen": lambda key: {k: v for k, v in part(data, key).items() if v not in (None, "", [], ())},
         "figure": _draw_all(data, logs, sites, tapered, baseline),
     }  # fmt: skip
     return view | _verdict(data, rows, view)
@@ -268,12 +264,12 @@ def _draw_all(
 def _verdict(run: Mapping[str, Any], rows: list[dict[str, Any]], view: dict[str, Any]) -> dict[str, Any]:
     """The run in sentences, and whether anything failed."""
     fold, means, fast = view["fold"], _losses(run), _headline_speed(run)
-    model = _part(run, "model").get("name") or "the model"
+    model = part(run, "model").get("name") or "the model"
     folded, kept = list(fold.get("folded") or ()), list(fold.get("kept") or ())
     said, failed = [], []
     if folded:
         many = f"{len(folded)} of {len(folded) + len(kept)}" if kept else f"All {len(folded)}"
-        final = [_part(fold, "roles").get(name) for name in kept] == ["final"]
+        final = [part(fold, "roles").get(name) for name in kept] == ["final"]
         stay = f"; {'the final norm' if final else len(kept)} {'stays' if len(kept) == 1 else 'stay'} in place"
         said.append(f"{many} normalization layers of {model} were removed and folded into its weights")
         said[0] += f"{stay if kept else ''}."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapernorm.modules import evaluation
+from tapernorm.modules import evaluation, first_input
 from tapernorm.sites import NormSite
 from tapernorm.statistics import token_scale
 
@@ -26,8 +26,8 @@ def token_scales(
     found: dict[str, list[Tensor]] = {}
     wanted = {site.name: site for site in sites if site.probed is not None}
 
-    def note(site: NormSite, module: nn.Module, args: Any) -> None:
-        h = args[0].detach()
+    def note(site: NormSite, module: nn.Module, args: Any, kwargs: Any) -> None:
+        h = first_input(args, kwargs).detach()
         assert site.probed is not None
         if h.dim() == 3:
             found.setdefault(site.name, []).append(token_scale(h, site.probed.kind, site.probed.eps).float().cpu())
@@ -35,7 +35,7 @@ def token_scales(
     with contextlib.ExitStack() as stack, evaluation(model):
         for name, site in wanted.items():
             module = model.get_submodule(name)
-            handle = module.register_forward_pre_hook(functools.partial(note, site))
+            handle = module.register_forward_pre_hook(functools.partial(note, site), with_kwargs=True)
             stack.callback(handle.remove)
         for rows in ids.split(batch):
             model(input_ids=rows.to(next(model.parameters()).device), use_cache=False, logits_to_keep=1)

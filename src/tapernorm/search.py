@@ -103,7 +103,7 @@ class Search:
         x, y = h.flatten(0, -2).float(), target.flatten(0, -2).float()
         found = fit_map(x, y if bias is None else y - bias, prior)
         like = norm.fixed_norm.weight
-        fixed = FixedLinear(found.weight.to(like), bias if bias is None else bias.to(like), float(c))
+        fixed = FixedLinear(found.weight.to(like), bias if bias is None else bias.to(like))
         norm.fixed_norm = fixed.requires_grad_(False)
         norm.set_gate(0.0)
 

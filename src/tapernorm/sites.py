@@ -64,11 +64,11 @@ def find_sites(model: nn.Module, example: Any = None) -> list[NormSite]:
 def examine(model: nn.Module, example: Any = None) -> tuple[list[NormSite], str]:
     """`find_sites`, and where a float64 model first computes in a narrower type ("" where it does not)."""
     inputs = default_example(model) if example is None else example
-    shapes: dict[str, tuple[Any, ...]] = {}
+    read: dict[str, tuple[int, int]] = {}
     with evaluation(model):
-        with hooks(model, before=lambda name, args: shapes.setdefault(name, args)):
+        with hooks(model, before=lambda name, args: read.setdefault(name, (len(args), _width(args)))):
             run(model, inputs)
-        norms = _probe_all(model, shapes)
+        norms = _probe_all(model, read)
         trace = Trace(model, set(norms))
         trace.start(inputs)
         with trace.watch(), trace:
@@ -82,23 +82,31 @@ def examine(model: nn.Module, example: Any = None) -> tuple[list[NormSite], str]
     return sites, trace.narrowed
 
 
-def _probe_all(model: nn.Module, shapes: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Norm | None, int]]:
-    """The norms among the modules that ran: TaperNorms, what the probe explains, and what is named a norm."""
+def _width(args: tuple[Any, ...]) -> int:
+    """D where the first argument is a stream [..., D], else 0."""
+    h = args[0] if args else None
+    return h.shape[-1] if isinstance(h, Tensor) and h.is_floating_point() and h.dim() > 1 else 0
+
+
+def _probe_all(model: nn.Module, read: dict[str, tuple[int, int]]) -> dict[str, tuple[Norm | None, int]]:
+    """The norms among the modules that ran: TaperNorms, what the probe explains, and what is named a norm.
+
+    read: for each module, the number of its arguments, and the width of the first.
+    """
     found: dict[str, tuple[Norm | None, int]] = {}
     known: dict[Any, Norm | None] = {}
     parts = tuple(f"{name}." for name in taper_norms(model))
-    for name, args in shapes.items():
+    for name, (arguments, width) in read.items():
         module = model.get_submodule(name)
         if isinstance(module, TaperNorm):
             found[name] = (module.probed, module.width)
         elif name.startswith(parts):
             continue
-        elif args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].dim() > 1:
-            width = args[0].shape[-1]
+        elif width:
             if next(module.children(), None) is not None:
                 continue  # a container, whose parts are looked at one by one, though it be called PreNorm
             probed = None
-            if len(args) == 1:  # what takes more than the stream, such as a gate, is no norm alone
+            if arguments == 1:  # what takes more than the stream, such as a gate, is no norm alone
                 kind = likeness(module, width)
                 probed = known[kind] if kind in known else probe(module, width)
                 if kind is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.logits import token_losses
-from tapernorm.modules import TaperNorm
+from tapernorm.modules import TaperNorm, first_input
 from tapernorm.sites import run
 from tapernorm.statistics import token_scale
 
@@ -28,7 +28,7 @@ def refuse_held(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) ->
 
     def watch(name: str, module: TaperNorm) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            r = token_scale(next(iter((*args, *kwargs.values()))), module.probed.kind, module.probed.eps)
+            r = token_scale(first_input(args, kwargs), module.probed.kind, module.probed.eps)
             largest[name] = float((r * module.fixed_norm.c).max())
 
         return hook
@@ -50,19 +50,26 @@ def refuse_held(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) ->
             )
 
 
-def refuse_lost(logits: Tensor, inputs: Any) -> None:
+def refuse_lost(model: nn.Module, logits: Tensor, inputs: Any) -> None:
     """A mean hides the tail: a few tokens whose scale ran away, each at a loss of hundreds.
 
+    Nothing is known, and nothing refused, unless the example has `labels` [B, T] that are its own `input_ids` where
+    they are not negative: next-token losses mean nothing for a classifier of tokens or an encoder-decoder.
+
     Args:
-        logits: [B, T, V] of a causal model on the example.
-        inputs: the example; without `labels` [B, T] in it, nothing is known and nothing refused.
+        logits: [B, T, V] of the model on the example.
+        inputs: the example.
 
     Raises:
         FoldError: more than one token in a thousand has a loss above three times that of a uniform guess, or one
             that is not finite.
     """
-    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    if not isinstance(labels, Tensor) or logits.dim() != 3 or labels.shape != logits.shape[:2]:
+    labels, ids = (inputs.get(k) if isinstance(inputs, Mapping) else None for k in ("labels", "input_ids"))
+    if not isinstance(labels, Tensor) or not isinstance(ids, Tensor) or logits.dim() != 3:
+        return
+    if labels.shape != logits.shape[:2] or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return
+    if labels.shape != ids.shape or not torch.equal(labels[labels >= 0], ids[labels >= 0]):
         return
     losses = token_losses(logits, labels)[labels[:, 1:].flatten().cpu() >= 0]
     bound = _LOST * math.log(logits.shape[-1])

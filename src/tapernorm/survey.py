@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tapernorm.chain import Chain
+from tapernorm.config import MASSIVE_RATIO
 from tapernorm.logits import divergence, log_probabilities
 from tapernorm.modules import TaperNorm
 from tapernorm.prefix import Trial, attach_prefix, prefix_of, sample, search_prefix
@@ -26,7 +27,7 @@ from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.statistics import robust_scale
 from tapernorm.verify import evaluate
 
-ABOVE, MASSIVE = 4.0, 20.0  # times a site's median: counted, and too far for a fixed scale
+ABOVE, MASSIVE = 4.0, MASSIVE_RATIO  # times a site's median: counted, and too far for a fixed scale
 CHEAP, COSTLY = 0.01, 0.1  # nats, alone
 QUANTILES = (0.01, 0.05, 0.25, 0.75, 0.95, 0.99)
 _DOTS = 24  # outliers that are drawn at one site

@@ -16,6 +16,7 @@ from rich.table import Table
 from tapernorm import __version__, depth_figures, figures, hub
 from tapernorm.convert import get_controller
 from tapernorm.data import load_text
+from tapernorm.inspection import as_rows
 from tapernorm.page import plain, render
 from tapernorm.progress import stages
 from tapernorm.survey import ABOVE, CHEAP, COSTLY, MASSIVE, Survey, survey, text_ids
@@ -185,17 +186,14 @@ def _decoded(seen: Look, token: int) -> str:
 def to_dict(seen: Look) -> dict[str, Any]:
     """All numbers, plain JSON: the keys of `inspect --json`, and what the text told."""
     found = seen.found
-    fields = ("name", "kind", "role", "removable", "reason", "consumers")
-    sites = []
-    for site in found.sites:
-        row: dict[str, Any] = {field: getattr(site, field) for field in fields}
+    sites = as_rows(found.sites)
+    for site, row in zip(found.sites, sites, strict=True):
         if site.name in found.before:
             row["scale"] = dataclasses.asdict(found.before[site.name])
         if site.name in found.after:
             row["scale_with_prefix"] = dataclasses.asdict(found.after[site.name])
         if site.name in found.costs:
             row |= {"cost": found.costs[site.name], "c": found.c[site.name], "feeds": found.parts[site.name]}
-        sites.append(row)
     trials = [
         {"prefix": list(t.prefix), "text": "".join(_decoded(seen, x) for x in t.prefix), "ratio": t.ratio,
          "site": t.site, "token": t.token, "token_text": _decoded(seen, t.token)}

@@ -88,11 +88,6 @@ class TaperCallback(TrainerCallback):
             loss = torch.tensor(torch.nan)
         self.controller.step(skipped=skipped or self._spoiled, loss=loss)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        guard = self.controller.guard
-        if guard is not None and guard.unsound:
-            control.should_save = False  # so that the last checkpoint is always a sound one
-
 
 def gradients_are_finite(model: nn.Module) -> bool:
     """Whether all gradients are, on every rank. The same answer on each."""
@@ -187,6 +182,12 @@ class TaperMixin:
         if added is not None:
             loss = loss + added / self._step_tokens * parts
         return (loss, outputs) if return_outputs else loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As the Trainer's, but none is written while steps are unsound: the last checkpoint is always a sound one."""
+        guard = self.controller.guard
+        if guard is None or not guard.unsound:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint that cannot be taken for a stock model, with the controller's state in it."""

@@ -14,7 +14,6 @@ before any site of the forwards that it stands for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class Uniformity:
         self._open = _Share()
         self._closed = _Share()
         for number, module in enumerate(sites.values()):
-            module.pull = self._pull_of(module, first=number == 0)
+            module.pull = _Pull(self, module, first=number == 0)
 
     @property
     def pending(self) -> bool:
@@ -83,9 +82,6 @@ class Uniformity:
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no part in the graph of forwards that it did not see."""
         return vars(self) | {"_open": _Share(), "_closed": _Share()}
-
-    def _pull_of(self, module: TaperNorm, first: bool) -> Callable[[Tensor], Tensor]:
-        return _Pull(self, module, first)
 
     def shares(self) -> tuple[_Share, bool]:
         """The share that a forward belongs to now, and whether it is the forward's first time."""
