@@ -131,7 +131,9 @@ def test_ranks_confer_about_a_skipped_step_whatever_each_one_saw(loss, monkeypat
     controller = taper_(model, TaperConfig(warmup_steps=2, taper_steps=4, guard_margin=1.0))
     other = 1.0 if loss == math.inf else math.inf
     asked = []
-    monkeypatch.setattr(controller_module, "gather", lambda x: asked.append(x) or torch.stack([x, x * 0 + other]))
+    monkeypatch.setattr(
+        controller_module, "gather", lambda x: asked.append(x) or torch.stack([x, torch.full_like(x, other)])
+    )
     controller.step(skipped=True, loss=loss)
     assert len(asked) == 1 and controller.guard.unsound == 1
 

@@ -93,6 +93,25 @@ def test_every_slowness_ends_exactly():
     assert clock == CONFIG.total_steps and schedule.gate(clock, CONFIG) == 0.0
 
 
+@pytest.mark.parametrize("scale", (10.1, math.inf, math.nan))
+def test_a_residual_that_runs_away_is_unsound_though_the_loss_is_not(scale):
+    guard = Guard(CONFIG)
+    clock = 0.0
+    for step in range(1, 16):
+        clock = guard.judge(2.0, clock, step, scale if step in (9, 10) else 1.0)
+    assert clock == 13 and kinds(guard) == ["hold", "recovered"]
+    assert "the residual's scale" in guard.events[0]["text"] and "usually 1" in guard.events[0]["text"]
+    assert guard.usual_scale == pytest.approx(1.0)  # an unsound step is not what is usual
+
+
+def test_a_residual_that_grows_slowly_is_sound():
+    guard = Guard(CONFIG)
+    clock = 0.0
+    for step in range(1, 31):
+        clock = guard.judge(2.0, clock, step, 1.3**step)
+    assert clock == 30 and not guard.events
+
+
 def test_the_state_is_json_and_goes_on():
     losses = [2.0] * 14 + [9.0] * 3 + [2.0] * 3 + [9.0] * 2 + [2.0]
     for stop in range(len(losses)):
@@ -165,6 +184,29 @@ def test_outliers_below_a_gate_take_it_back_and_stop():
     assert {m.path for m in taper_norms(model).values()} == {"mixed"}
     # the message is one for a person
     assert "warm-up's" in controller.events[0]["text"] and "the gate is held" in controller.events[0]["text"]
+
+
+def test_the_scale_is_that_of_the_final_norms_input_over_the_micro_batches_of_a_step():
+    model, controller = tapered()
+    seen, told = [], []
+    final = model.get_submodule(controller.final)
+    final.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach()))
+    judge = controller.guard.judge
+    controller.guard.judge = lambda *args: told.append(args[3]) or judge(*args)
+    for width in (5, 8):
+        rows = torch.randint(16, (2, width), generator=torch.Generator().manual_seed(width))
+        mask = torch.ones_like(rows)
+        mask[0, :2] = 0
+        model(input_ids=rows, attention_mask=mask)
+        seen[-1] = seen[-1][mask.bool()]
+        with torch.no_grad():
+            model(input_ids=rows)  # an evaluation along the way
+        seen.pop()
+    controller.step(loss=2.0)
+    h = torch.cat(seen).double()
+    assert told == [pytest.approx(float((h.pow(2).mean(-1) + final.probed.eps).sqrt().mean()), rel=1e-5)]
+    controller.step(loss=2.0)
+    assert told[1] is None  # no forward, no scale
 
 
 def test_a_guard_needs_the_loss():

@@ -39,8 +39,8 @@ def test_the_guard_sees_the_loss_of_the_step(tmp_path):
         )  # fmt: skip
         judge = controller.guard.judge
         losses = []
-        controller.guard.judge = lambda loss, clock, step, judge=judge, losses=losses: (
-            losses.append(loss), judge(loss, clock, step))[1]  # fmt: skip
+        controller.guard.judge = lambda loss, *rest, judge=judge, losses=losses: (
+            losses.append(loss), judge(loss, *rest))[1]  # fmt: skip
         trainer.train()
         seen.append(losses)
         plain, *_ = make(

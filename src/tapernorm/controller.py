@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapernorm import schedule
+from tapernorm import optimizers, schedule
 from tapernorm.config import TaperConfig
-from tapernorm.guard import Guard
+from tapernorm.guard import Guard, ResidualScale
 from tapernorm.losses import ScaleAnchor
 from tapernorm.modules import TaperNorm, in_backward, taper_norms, uncompiled
 from tapernorm.sites import NormSite
@@ -66,13 +66,18 @@ class TaperController:
         self._worst = torch.zeros(len(self.sites), 3)  # r / median, position, token id, over warm-up and ranks
         self._optimizer: Any = None
         self.anchor: ScaleAnchor | None = None
+        self._residual: ResidualScale | None = None
         # The body too: PEFT calls the wrapped model's forward without its hooks.
         watched = {id(m): m for m in (model, getattr(model, "base_model", model))}.values()
         self._handles = [m.register_forward_pre_hook(self._note_inputs, with_kwargs=True) for m in watched]
-        if config.weight > 0 and final is not None and final.probed is not None:
-            self.anchor = ScaleAnchor(final.name, final.probed.kind, final.probed.eps, config, self._inputs)
+        if final is not None and (probed := final.probed) is not None:
+            if config.weight > 0:
+                self.anchor = ScaleAnchor(probed.kind, probed.eps, config, self._inputs)
+            if self.guard is not None:
+                self._residual = ResidualScale(probed.kind, probed.eps, self._inputs)
+            hooks = [part.hook for part in (self.anchor, self._residual) if part is not None]
             module = model.get_submodule(final.name)
-            self._handles.append(module.register_forward_pre_hook(self.anchor.hook, with_kwargs=True))
+            self._handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
         self.uniformity = Uniformity(self.sites, config, self._inputs) if config.uniformity_weight > 0 else None
         for module in self.sites.values():
             module.cap = config.cap
@@ -108,9 +113,9 @@ class TaperController:
                 self._commit()
         self._drop()
         if self.guard is not None and loss is not None:
-            mean = self._over_ranks(loss)  # on every rank, before anything that could differ between them
+            mean, size = self._over_ranks(loss)  # on every rank, before anything that could differ between them
             if not (skipped and math.isfinite(mean)):
-                clock = self.guard.judge(mean, self.taper_clock, self.step_count + 1)
+                clock = self.guard.judge(mean, self.taper_clock, self.step_count + 1, size)
                 if skipped:
                     clock = min(clock, self.taper_clock)
         before, self.taper_clock = self.taper_clock, clock
@@ -152,29 +157,7 @@ class TaperController:
             ValueError: parameters are partitioned by ZeRO-3; or they are missing, and a learning-rate scheduler would
                 not know of their new group.
         """
-        for name, module in self.sites.items():
-            if any(hasattr(p, "ds_id") for p in module.parameters()):
-                raise ValueError(
-                    f"{name}: ZeRO-3 partitions its gain outside of the forward, and it cannot be calibrated; use "
-                    "ZeRO-1 or 2, or FSDP2"
-                )
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        missing: dict[int, tuple[Any, list[nn.Parameter]]] = {}
-        for module in self.sites.values():
-            like = next((groups[id(p)] for p in module.norm.parameters() if id(p) in groups), {})
-            new = [p for p in module.fixed_norm.parameters() if p.requires_grad and id(p) not in groups]
-            missing.setdefault(id(like), (like, []))[1].extend(new)
-        for like, new in missing.values():
-            if new and like and not like.get("weight_decay"):
-                like["params"].extend(new)
-            elif new and "initial_lr" in like:  # written by a scheduler, which counts the groups
-                raise ValueError(
-                    f"the optimizer was built before taper_ and lacks {len(new)} parameters of the tapered norms, and "
-                    "its learning-rate scheduler cannot take in another group; build both after tapernorm.taper_, or "
-                    "call controller.attach_optimizer(optimizer) before making the scheduler"
-                )
-            elif new:
-                optimizer.add_param_group({**like, "params": new, "weight_decay": 0.0})
+        optimizers.complete(optimizer, self.sites)
         self._optimizer = optimizer
 
     # What can be read
@@ -255,6 +238,8 @@ class TaperController:
         self._average.weight = state["average.weight"].clone()
         self._worst = state["worst"].clone()
         self._drop()
+        if self._residual is not None:
+            self._residual.take()
         if self.guard is not None:
             self.guard.load(state)
         for name, module in self.sites.items():
@@ -347,10 +332,14 @@ class TaperController:
                     "is the model in training mode, and is its loss finite?"
                 )
 
-    def _over_ranks(self, loss: Tensor | float) -> float:
-        """The mean over ranks, the same number on each, or they would part ways."""
+    def _over_ranks(self, loss: Tensor | float) -> tuple[float, float | None]:
+        """The mean loss over ranks and the residual's scale, the same numbers on each, or they would part ways."""
         device = next(iter(self.sites.values())).gate.device
-        return float(gather(torch.as_tensor(loss, dtype=torch.float32).detach().to(device)).mean())
+        sums = torch.zeros(2) if self._residual is None else self._residual.take()
+        mine = torch.as_tensor(loss, dtype=torch.float32).detach()
+        found = gather(torch.cat([mine.reshape(1).to(device), sums.to(device)]))
+        mean, total, tokens = float(found[:, 0].mean()), *found[:, 1:].sum(0).tolist()
+        return mean, total / tokens if tokens else None
 
     @torch.no_grad()
     def _calibrate(self) -> None:
@@ -366,17 +355,10 @@ class TaperController:
                 parameter = getattr(module.norm, source)
                 if target is module.fixed_norm.bias:
                     target.copy_(parameter)
-                self._copy_optimizer_state(parameter, target)
+                optimizers.copy_state(self._optimizer, parameter, target)
         if self.anchor is not None:
             self.anchor.freeze()
         self.places = schedule.places(list(self.sites), self.config, self.spreads)
-
-    def _copy_optimizer_state(self, source: nn.Parameter, target: nn.Parameter) -> None:
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
-        for key, value in optimizer.state.get(source, {}).items():
-            optimizer.state[target][key] = value.clone() if isinstance(value, Tensor) else value
 
     def _set_gates(self) -> None:
         for name, module in self.sites.items():

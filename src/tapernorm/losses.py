@@ -31,8 +31,8 @@ class ScaleAnchor:
     Attached as a forward pre-hook, so it serves a final norm that is tapered and one that stays.
     """
 
-    def __init__(self, name: str, kind: str, eps: float, config: TaperConfig, inputs: Inputs) -> None:
-        self.name, self.kind, self.eps = name, kind, eps
+    def __init__(self, kind: str, eps: float, config: TaperConfig, inputs: Inputs) -> None:
+        self.kind, self.eps = kind, eps
         self.config = config
         self.inputs = inputs
         self.target: float | None = None  # s_tgt, None before it is frozen

@@ -18,6 +18,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tapernorm import bench, data, hub
@@ -70,7 +71,7 @@ class RemovalConfig:
     prefix: str = "auto"
     keep: tuple[str, ...] = ()
     refit: bool = True
-    fit_tokens: int = 16_384
+    fit_tokens: int = 32_768
     eval_tokens: int = 65_536
     text_column: str = "text"
     split: str | None = None
@@ -271,9 +272,12 @@ class _Work:
 
 def _remove(config: RemovalConfig, work: _Work) -> Removal:
     prefix = read_prefix(config.prefix)
+    # Documents of every part of the text: its beginning may be unlike the rest.
+    order = torch.randperm(len(work.train), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = (work.train[index] for index in order)
     with stages() as tell:
         return remove_(
-            work.model, work.train, work.tokenizer, budget=read_budget(config.budget), prefix=prefix,
+            work.model, texts, work.tokenizer, budget=read_budget(config.budget), prefix=prefix,
             keep=config.keep, refit=config.refit, fit_tokens=config.fit_tokens, block=work.block, progress=tell,
         )  # fmt: skip
 

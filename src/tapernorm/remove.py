@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -80,8 +81,8 @@ def remove_(
     prefix: tuple[int, ...] | None = None,
     keep: tuple[str, ...] = (),
     refit: bool = True,
-    fit_tokens: int = 16_384,
-    check_tokens: int = 6_144,
+    fit_tokens: int = 32_768,
+    check_tokens: int = 65_536,
     block: int = 512,
     tail: float = 0.1,
     progress: Progress | None = None,
@@ -99,7 +100,8 @@ def remove_(
         keep: glob patterns of norms to leave alone, as in `TaperConfig`. The final norm stays always.
         refit: also fit the linear maps that write into the residual stream; False changes nothing but what reads
             a norm.
-        fit_tokens, check_tokens, block: how much text is fitted on, is held out, and in what pieces.
+        fit_tokens, check_tokens, block: how much text is fitted on (at most half of what there is), is held out, and
+            in what pieces. The held-out text must be long: one token in ten thousand decides whether a model is sound.
         tail: the 99.9th percentile of the loss may rise by this share.
         progress: called with what is being done and the share of it that is done.
 
@@ -118,10 +120,14 @@ def remove_(
     length = min(block, room(model, () if prefix_of(model) else prefix))
     ids = _pack(texts, tokenizer, length, fit_tokens + check_tokens)
     Chain(model, chosen, ids[:1])  # refuses what is no row of blocks
-    held = max(1, round(len(ids) * check_tokens / (fit_tokens + check_tokens)))
-    check, fit = ids[:held], ids[held:]
+    fitted = min(max(1, fit_tokens // length), len(ids) // 2)
+    check, fit = ids[:-fitted], ids[-fitted:]
+    tell = progress or (lambda what, share: None)
+    done = itertools.count(1)
     with fast_products(model):  # as in the search, for the two are compared
-        before = evaluate(model, check)
+        before = evaluate(
+            model, check, progress=lambda: tell("loss as it is", min(1.0, 8 * next(done) / len(check))), batch=8
+        )
     if prefix is None:
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
     allowed, last = before.loss * (1 + budget), before.p999 * (1 + tail)

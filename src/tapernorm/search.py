@@ -32,9 +32,12 @@ class Search:
     """The model with every chosen norm a TaperNorm (gate 1: the norm; gate 0: its map), and the original beside it."""
 
     # A held-out token whose residual is off by more than its own length has run away, and so has one that gets there
-    # from a drift STRESS times as large as the one it has: the rare token that was not seen here drifts further.
-    LIMIT, STRESS = 1.0, 2.0
-    TRIALS = 4
+    # from a drift STRESS times as large as the one it has: the rare token that was not seen here drifts further. Asked
+    # of the WATCHED sequences that hold the tokens furthest off.
+    LIMIT, STRESS, WATCHED = 1.0, 2.0, 16
+    # Trials end when so much of the budget is used. Costs are measured on so many tokens, of what was fitted on more.
+    TRIALS, USED = 3, 0.85
+    COST_TOKENS, COST_FIT = 1024, 8192
     # A branch of a higher power than LINEAR loses its norm in one block of APART.
     LINEAR, APART = 1.4, 3
 
@@ -158,7 +161,8 @@ class Search:
         Where a model is calibrated that is the loss that it will have more, and a thousand tokens tell it as well as
         some ten thousand would tell a difference of losses: the noise of the text itself is not in it.
         """
-        text, ids = self.fit[: max(3, len(self.fit) // 2)], self.check[: max(1, len(self.check) // 6)]
+        text = self.fit[: max(3, self.COST_FIT // self.fit.shape[1])]
+        ids = self.check[: max(1, self.COST_TOKENS // self.check.shape[1])]
         hidden = self.teacher.start(text)
         check = self.chain.start(ids)
         base = self.chain.rest(0, ids, check, log_probabilities)
@@ -200,8 +204,13 @@ class Search:
         return chosen
 
     def remove(self, wanted: set[str]) -> Losses:
-        """Remove `wanted` in the order of depth; returns the held-out losses."""
+        """Remove `wanted` in the order of depth; returns the held-out losses.
+
+        Where a norm has to stay because a token would run away, and its branch grows faster than the residual, the
+        same norm of the next block is tried in its place.
+        """
         self._restore(self.norms)
+        wanted, last = set(wanted), -self.APART
         first = min(i for i, names in self.by_block.items() if wanted & set(names))
         streams = {"fit": self.fit, "check": self.check}
         theirs = {k: self.teacher.start(ids) for k, ids in streams.items()}
@@ -209,6 +218,9 @@ class Search:
         for index, names in self.by_block.items():
             block = f"{self.teacher.name}.{index}"
             here = [name for name in names if name in wanted]
+            if index - last < self.APART and (early := [n for n in here if self.growth[n] > self.LINEAR]):
+                here = [name for name in here if name not in early]
+                wanted.update(*(self._next(name) for name in early))
             if not here:
                 for k, ids in streams.items():
                     same = index < first
@@ -217,26 +229,33 @@ class Search:
                 continue
             points = self._targets(index, self.fit, theirs["fit"])
             goal = self.teacher.through(index, self.check, theirs["check"])
-            some = self.check[: max(1, len(self.check) // 2)]
-            right = goal[: len(some)]
-            stressed = theirs["check"][: len(some)]
-            stressed = stressed + self.STRESS * (ours["check"][: len(some)] - stressed)
+            watched = _drift(ours["check"], theirs["check"]).amax(1).topk(min(self.WATCHED, len(self.check))).indices
+            some, right, stressed = self.check[watched], goal[watched], theirs["check"][watched]
+            stressed = stressed + self.STRESS * (ours["check"][watched] - stressed)
             kept = _worst(self.chain.through(index, some, stressed), right)
             for name in here:
                 goal_here = points[self._next_point(index, name)]
                 self._remove(index, name, self.fit, points[f"{name} out"], goal_here, ours["fit"])
                 gone = _worst(self.chain.through(index, some, stressed), right)
+                grows = self.growth[name] > self.LINEAR
                 if gone <= max(self.LIMIT, 1.1 * kept):
-                    kept = max(kept, gone)
+                    kept, last = max(kept, gone), index if grows else last
                 else:
                     log.info("%s: a token runs away (%.2g, with the norm %.2g); it stays", name, gone, kept)
                     self._restore([name])
+                    wanted.update(self._next(name) if grows else ())
             theirs = {"fit": points[block], "check": goal}
             ours = {k: self.chain.through(index, ids, ours[k]) for k, ids in streams.items()}
             self.progress(f"removing {len(wanted)}", (index + 1) / len(self.by_block))
         losses = summarise(self.chain.head(self.check, ours["check"], token_losses))
         self.tried.append((len(self.gone()), losses.loss))
         return losses
+
+    def _next(self, name: str) -> list[str]:
+        """The same norm of the next block, if there is one."""
+        block, _, place = name.removeprefix(f"{self.chain.name}.").partition(".")
+        following = f"{self.chain.name}.{int(block) + 1}.{place}"
+        return [following] if following in self.norms else []
 
     def gone(self) -> list[str]:
         """Norms that are replaced now."""
@@ -261,6 +280,8 @@ class Search:
                 self._remember()
             else:
                 high = count - 1
+            if sound(losses) and losses.loss - base >= self.USED * base * budget:
+                break
             if losses.loss > base and total[count - 1] > 0:
                 factor = (losses.loss - base) / float(total[count - 1])
         self._recall()
@@ -299,7 +320,11 @@ class Search:
             self.model.set_submodule(name, norm.norm)
 
 
-def _worst(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance of a token's residual from the original's, over its length. NaN counts as infinite."""
+def _drift(ours: Tensor, theirs: Tensor) -> Tensor:
+    """How far each token's residual is from the original's, over its length; NaN counts as ∞. [N, T, D] -> [N, T]"""
     off = (ours - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
-    return float(torch.nan_to_num(off, nan=torch.inf).max())
+    return torch.nan_to_num(off, nan=torch.inf)
+
+
+def _worst(ours: Tensor, theirs: Tensor) -> float:
+    return float(_drift(ours, theirs).max())
