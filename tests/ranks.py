@@ -3,7 +3,8 @@
     python -m torch.distributed.run --nproc_per_node 2 tests/ranks.py KIND[,KIND...] OUT
 
 KIND: plain (one process), ddp, static (static_graph), fsdp (fully_shard on every layer; leaves a sharded checkpoint of
-step 5), resume (fsdp, from that checkpoint), trainer (TaperTrainer, by whatever launched it).
+step 5), resume (fsdp, from that checkpoint), trainer (TaperTrainer, by whatever launched it), zero1 and zero2
+(DeepSpeed).
 Rank 0 writes OUT/<kind>.pt.
 """
 
@@ -12,12 +13,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -62,8 +65,13 @@ def loop(kind: str, out: Path) -> dict[str, Any]:
         for layer in made.model.layers:
             fully_shard(layer)
         fully_shard(made)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, weight_decay=0.0)
-    controller.attach_optimizer(optimizer)
+    optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-3, weight_decay=0.0)
+    backward = Tensor.backward
+    if kind in ("zero1", "zero2"):
+        model, optimizer, backward = deepspeed_engine(made, int(kind[-1]), GLOBAL_BATCH // world)
+        controller.attach_optimizer(model.optimizer)
+    else:
+        controller.attach_optimizer(optimizer)
     if kind == "resume":
         model_state, optimizer_state = get_state_dict(made, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state, "taper": controller.state_dict()}
@@ -74,7 +82,7 @@ def loop(kind: str, out: Path) -> dict[str, Any]:
     for step in range(controller.step_count, STEPS):
         mine = rows(step).chunk(world)[rank]
         loss = model(input_ids=mine, labels=mine).loss
-        (loss + controller.auxiliary_loss()).backward()
+        backward(loss + controller.auxiliary_loss())
         optimizer.step()
         optimizer.zero_grad()
         controller.step(loss=loss)
@@ -105,6 +113,21 @@ def loop(kind: str, out: Path) -> dict[str, Any]:
         everyone = [shown]
     state = controller.state_dict()
     return {"losses": losses, "shown": everyone, "weights": weights, "refused": refused, "taper": state}
+
+
+def deepspeed_engine(model: Any, stage: int, batch: int) -> tuple[Any, Any, Any]:
+    """(what is called, what is stepped, what goes backwards), as in examples/multi_node.md."""
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    # engine.step() sets gradients to zero, too
+    return engine, SimpleNamespace(step=engine.step, zero_grad=lambda: None), engine.backward
 
 
 def trainer(out: Path) -> dict[str, Any]:

@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tapernorm.modules import TaperNorm
+
+
+def _is_deepspeed(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "_hp_mapping")  # the high-precision copy
+
+
+def _copy_in_deepspeed(source: nn.Parameter, target: nn.Parameter) -> None:
+    from deepspeed.utils import (  # type: ignore[import-not-found]
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+
+    mapping: Any = source._hp_mapping  # type: ignore[attr-defined]
+    own = [] if mapping is None else mapping.get_optim_state_keys()  # None: no part of it is on this rank
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(own))
+    safe_set_full_fp32_param(target, target.detach().float())
+    for key in sorted({key for keys in everyone for key in keys}):  # the clock is one for all parameters
+        value = safe_get_full_optimizer_state(source, key)
+        if isinstance(value, Tensor) and value.shape == target.shape:
+            safe_set_full_optimizer_state(target, value, key)
 
 
 def complete(optimizer: Any, sites: dict[str, TaperNorm]) -> None:
@@ -22,6 +45,11 @@ def complete(optimizer: Any, sites: dict[str, TaperNorm]) -> None:
                 f"{name}: ZeRO-3 partitions its gain outside of the forward, and it cannot be calibrated; use "
                 "ZeRO-1 or 2, or FSDP2"
             )
+    if any(_is_deepspeed(p) for module in sites.values() for p in module.norm.parameters()):
+        late = [n for n, m in sites.items() if not all(_is_deepspeed(p) for p in m.fixed_norm.parameters())]
+        if late:
+            raise ValueError(f"DeepSpeed's engine was made before taper_ and does not know {late[0]}: make it after")
+        return
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     missing: dict[int, tuple[Any, list[nn.Parameter]]] = {}
     for module in sites.values():
@@ -42,7 +70,14 @@ def complete(optimizer: Any, sites: dict[str, TaperNorm]) -> None:
 
 
 def copy_state(optimizer: Any, source: nn.Parameter, target: nn.Parameter) -> None:
-    """Let `target` begin with the moments and the clock that `source` has. Without an optimizer, nothing."""
+    """Let `target`, just written, begin with the moments and the clock that `source` has.
+
+    Without an optimizer there is nothing to do, unless it is DeepSpeed's: ZeRO-1 and 2 step flat copies of the weights,
+    a part on each rank, and would undo what was written. Call it on every rank.
+    """
+    if _is_deepspeed(target):
+        _copy_in_deepspeed(source, target)
+        return
     state = {} if optimizer is None else optimizer.state
     for key, value in state.get(source, {}).items():
         state[target][key] = value.clone() if isinstance(value, Tensor) else value

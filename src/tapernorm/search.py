@@ -196,7 +196,7 @@ class Search:
         chosen: list[str] = []
         for name in sorted(costs, key=lambda name: costs[name]):
             block = self.chain.block_of(name) or 0
-            if self.growth[name] > self.LINEAR:
+            if self._grows_fast(name):
                 if any(abs(block - other) < self.APART for other in taken):
                     continue
                 taken.append(block)
@@ -218,7 +218,7 @@ class Search:
         for index, names in self.by_block.items():
             block = f"{self.teacher.name}.{index}"
             here = [name for name in names if name in wanted]
-            if index - last < self.APART and (early := [n for n in here if self.growth[n] > self.LINEAR]):
+            if index - last < self.APART and (early := [n for n in here if self._grows_fast(n)]):
                 here = [name for name in here if name not in early]
                 wanted.update(*(self._next(name) for name in early))
             if not here:
@@ -237,19 +237,22 @@ class Search:
                 goal_here = points[self._next_point(index, name)]
                 self._remove(index, name, self.fit, points[f"{name} out"], goal_here, ours["fit"])
                 gone = _worst(self.chain.through(index, some, stressed), right)
-                grows = self.growth[name] > self.LINEAR
+                fast = self._grows_fast(name)
                 if gone <= max(self.LIMIT, 1.1 * kept):
-                    kept, last = max(kept, gone), index if grows else last
+                    kept, last = max(kept, gone), index if fast else last
                 else:
                     log.info("%s: a token runs away (%.2g, with the norm %.2g); it stays", name, gone, kept)
                     self._restore([name])
-                    wanted.update(self._next(name) if grows else ())
+                    wanted.update(self._next(name) if fast else ())
             theirs = {"fit": points[block], "check": goal}
             ours = {k: self.chain.through(index, ids, ours[k]) for k, ids in streams.items()}
             self.progress(f"removing {len(wanted)}", (index + 1) / len(self.by_block))
         losses = summarise(self.chain.head(self.check, ours["check"], token_losses))
         self.tried.append((len(self.gone()), losses.loss))
         return losses
+
+    def _grows_fast(self, name: str) -> bool:
+        return self.growth.get(name, 1.0) > self.LINEAR
 
     def _next(self, name: str) -> list[str]:
         """The same norm of the next block, if there is one."""
