@@ -88,53 +88,74 @@ def deep(layers=6):
     return search, mlp
 
 
-def test_where_a_gated_mlp_has_to_keep_its_norm_the_next_one_is_tried(monkeypatch):
-    """Block 1's has to stay, so block 2's goes; block 4's would be too near to it, so block 5's goes."""
+def told(search, monkeypatch, kept, gone):
+    """Let the search see these drifts, (stressed tokens, rough tokens), before and after each removal."""
+    monkeypatch.setattr(search, "_watch", lambda *args: iter([kept, gone]).__next__)
+
+
+@pytest.mark.parametrize(
+    ("kept", "gone", "slow", "fast"),
+    [
+        ((0.2, 0.4), (0.9, 0.49), True, True),  # nothing is far off
+        ((0.2, 0.9), (0.2, 0.98), True, True),  # rough tokens, a tenth further
+        ((0.2, 0.8), (0.2, 0.95), True, False),  # further, though not by more than their own length
+        ((0.2, 1.2), (0.2, 1.4), False, False),
+        ((0.9, 0.4), (1.1, 0.4), False, False),  # stressed tokens run away
+        ((2.0, 0.4), (2.1, 0.4), True, True),  # they had before
+        ((0.2, 0.4), (float("inf"), 0.4), False, False),
+    ],
+)
+def test_a_token_may_not_run_away(kept, gone, slow, fast, monkeypatch):
     search, mlp = deep()
-    search.LIMIT = float("inf")
-    install = search._install
-
-    def stays(name, h, target):
-        search.LIMIT = 0.0 if name == mlp[1] else float("inf")
-        install(name, h, target * (9 if name == mlp[1] else 1))
-
-    monkeypatch.setattr(search, "_install", stays)
-    search.remove({mlp[1], mlp[4]})
-    assert search.gone() == [mlp[2], mlp[5]]
+    attention = mlp[3].replace("post_attention", "input")
+    for name, goes in ((attention, slow), (mlp[3], fast)):
+        told(search, monkeypatch, kept, gone)
+        search.refused.clear()
+        search.remove({name})
+        assert search.gone() == ([name] if goes else [])
+        assert search.refused == (set() if goes else {name})
 
 
-def test_after_the_last_block_there_is_no_next():
+def test_what_is_watched():
+    """The held-out sequences that hold the tokens furthest off, twice as far; and tokens in random order."""
     search, mlp = deep()
-    search.LIMIT = 0.0
-    search.remove({mlp[5]})
-    assert search.gone() == []
+    search.WATCHED = 2
+    search.remove({mlp[0]})
+    theirs = {k: search.teacher.start(ids) for k, ids in (("check", search.check), ("rough", search.rough))}
+    goals = {k: search.teacher.through(0, getattr(search, k), theirs[k]) for k in theirs}
+    theirs, goals = goals, {k: search.teacher.through(1, getattr(search, k), goals[k]) for k in goals}
+    ours = {k: v.clone() for k, v in theirs.items()}
+    for row, size in ((1, 0.3), (2, 0.1), (3, 0.2)):
+        ours["check"][row, 5] *= 1 + size
+    stressed, rough = search._watch(1, theirs, ours, goals)()
+    rows = [1, 3]
+    far = theirs["check"][rows] + search.STRESS * (ours["check"][rows] - theirs["check"][rows])
+    off = search.chain.through(1, search.check[rows], far) - goals["check"][rows]
+    assert stressed == pytest.approx(float((off.norm(dim=-1) / goals["check"][rows].norm(dim=-1)).max()))
+    assert rough == pytest.approx(0, abs=1e-9)  # block 1 has its norms, and was given what the original has
+    assert search.rough.shape == (search.ROUGH, search.fit.shape[1])
+    assert set(search.rough.flatten().tolist()) <= set(search.fit.flatten().tolist())
 
 
-def test_the_tokens_furthest_off_are_watched(monkeypatch):
-    """The token that runs away may be in any of the held-out sequences."""
-    search, mlp = deep()
-    search.WATCHED = 1
-    seen = []
-    through = search.chain.through
-    monkeypatch.setattr(
-        search.chain, "through", lambda index, ids, hidden: seen.append((index, ids)) or through(index, ids, hidden)
-    )
-    ours = {}
-    handle = search.model.get_submodule("model.layers.1").register_forward_hook(
-        lambda m, args, out: ours.update(out=out)
-    )
-    push = search.model.get_submodule("model.layers.0.input_layernorm")
-    forward = push.forward
-    row = search.check[2]
+def test_what_was_refused_is_not_asked_for_again(monkeypatch):
+    search = search_on(model_of(BY_NAME["llama"]))
+    names = list(search.norms)
+    search.growth = dict.fromkeys(names, 1.0)
+    asked = []
 
-    def off(h=None, **named):  # in the one sequence that the third one is
-        return forward(h) * (1 if h.shape[0] < len(search.check) else torch.tensor([1.0, 1, 5, 1])[:, None, None])
+    def remove(wanted):
+        search._restore(search.norms)
+        search.refused.add(names[0])
+        for name in wanted - search.refused:
+            search.norms[name].set_gate(0.0)
+        asked.append(wanted)
+        return summarise(torch.full((9,), 1.0 + 0.001 * len(search.gone())))
 
-    monkeypatch.setattr(push, "forward", off)
-    search.remove({search.by_block[0][0], mlp[3]})
-    handle.remove()
-    watched = [ids for index, ids in seen if index == 3 and len(ids) == 1]
-    assert len(watched) == 2 and all(torch.equal(ids[0], row) for ids in watched)
+    monkeypatch.setattr(search, "remove", remove)
+    costs = {name: 0.01 * (1 + number) for number, name in enumerate(names)}
+    losses = search.longest(costs, 1.0, 0.04, lambda losses: True)
+    assert asked == [set(names[:2]), set(names[1:])]
+    assert losses.loss == pytest.approx(1.003) and search.gone() == names[1:]
 
 
 def test_trials_end_when_the_budget_is_used(monkeypatch):

@@ -82,7 +82,7 @@ def remove_(
     keep: tuple[str, ...] = (),
     refit: bool = True,
     fit_tokens: int = 32_768,
-    check_tokens: int = 65_536,
+    check_tokens: int = 32_768,
     block: int = 512,
     tail: float = 0.1,
     progress: Progress | None = None,

@@ -33,18 +33,23 @@ class Search:
 
     # A held-out token whose residual is off by more than its own length has run away, and so has one that gets there
     # from a drift STRESS times as large as the one it has: the rare token that was not seen here drifts further. Asked
-    # of the WATCHED sequences that hold the tokens furthest off.
-    LIMIT, STRESS, WATCHED = 1.0, 2.0, 16
+    # of the WATCHED sequences that hold the tokens furthest off, and, unstressed, of ROUGH sequences: tokens in random
+    # order, further from the text than any text. A branch that grows fast may not let those drift a tenth (SLACK) more
+    # than with its norm, once they are half as far.
+    LIMIT, STRESS, WATCHED, ROUGH, SLACK = 1.0, 2.0, 16, 6, 1.1
     # Trials end when so much of the budget is used. Costs are measured on so many tokens, of what was fitted on more.
     TRIALS, USED = 3, 0.85
     COST_TOKENS, COST_FIT = 1024, 8192
     # A branch of a higher power than LINEAR loses its norm in one block of APART.
-    LINEAR, APART = 1.4, 3
+    LINEAR, APART = 1.4, 2
 
     def __init__(
         self, model: Any, chosen: list[NormSite], fit: Tensor, check: Tensor, refit: bool, progress: Progress | None
     ) -> None:
         self.model, self.fit, self.check = model, fit, check
+        kinds, generator = fit.unique(), torch.Generator().manual_seed(0)
+        self.rough = kinds[torch.randint(len(kinds), (self.ROUGH, fit.shape[1]), generator=generator)]
+        self.refused: set[str] = set()  # whose absence let a token run away
         self.progress = progress or (lambda what, share: None)
         self.original = copy.deepcopy(model)
         self.chain = Chain(model, chosen, fit, fast=True)
@@ -204,23 +209,15 @@ class Search:
         return chosen
 
     def remove(self, wanted: set[str]) -> Losses:
-        """Remove `wanted` in the order of depth; returns the held-out losses.
-
-        Where a norm has to stay because a token would run away, and its branch grows faster than the residual, the
-        same norm of the next block is tried in its place.
-        """
+        """Remove `wanted` in the order of depth, less those that let a token run away; returns the held-out losses."""
         self._restore(self.norms)
-        wanted, last = set(wanted), -self.APART
         first = min(i for i, names in self.by_block.items() if wanted & set(names))
-        streams = {"fit": self.fit, "check": self.check}
+        streams = {"fit": self.fit, "check": self.check, "rough": self.rough}
         theirs = {k: self.teacher.start(ids) for k, ids in streams.items()}
         ours: dict[str, Tensor] = {k: v.clone() for k, v in theirs.items()}
         for index, names in self.by_block.items():
             block = f"{self.teacher.name}.{index}"
             here = [name for name in names if name in wanted]
-            if index - last < self.APART and (early := [n for n in here if self._grows_fast(n)]):
-                here = [name for name in here if name not in early]
-                wanted.update(*(self._next(name) for name in early))
             if not here:
                 for k, ids in streams.items():
                     same = index < first
@@ -228,23 +225,21 @@ class Search:
                     ours[k] = theirs[k] if same else self.chain.through(index, ids, ours[k])
                 continue
             points = self._targets(index, self.fit, theirs["fit"])
-            goal = self.teacher.through(index, self.check, theirs["check"])
-            watched = _drift(ours["check"], theirs["check"]).amax(1).topk(min(self.WATCHED, len(self.check))).indices
-            some, right, stressed = self.check[watched], goal[watched], theirs["check"][watched]
-            stressed = stressed + self.STRESS * (ours["check"][watched] - stressed)
-            kept = _worst(self.chain.through(index, some, stressed), right)
+            goals = {k: self.teacher.through(index, streams[k], theirs[k]) for k in ("check", "rough")}
+            worst = self._watch(index, theirs, ours, goals)
+            kept = worst()
             for name in here:
-                goal_here = points[self._next_point(index, name)]
-                self._remove(index, name, self.fit, points[f"{name} out"], goal_here, ours["fit"])
-                gone = _worst(self.chain.through(index, some, stressed), right)
-                fast = self._grows_fast(name)
-                if gone <= max(self.LIMIT, 1.1 * kept):
-                    kept, last = max(kept, gone), index if fast else last
+                goal = points[self._next_point(index, name)]
+                self._remove(index, name, self.fit, points[f"{name} out"], goal, ours["fit"])
+                gone = worst()
+                floors = (self.LIMIT, self.LIMIT / 2 if self._grows_fast(name) else self.LIMIT)
+                if all(a <= max(floor, self.SLACK * b) for a, b, floor in zip(gone, kept, floors, strict=True)):
+                    kept = gone
                 else:
-                    log.info("%s: a token runs away (%.2g, with the norm %.2g); it stays", name, gone, kept)
+                    log.info("%s: a token runs away (%.2g, %.2g; with the norm %.2g, %.2g)", name, *gone, *kept)
                     self._restore([name])
-                    wanted.update(self._next(name) if fast else ())
-            theirs = {"fit": points[block], "check": goal}
+                    self.refused.add(name)
+            theirs = {"fit": points[block], **goals}
             ours = {k: self.chain.through(index, ids, ours[k]) for k, ids in streams.items()}
             self.progress(f"removing {len(wanted)}", (index + 1) / len(self.by_block))
         losses = summarise(self.chain.head(self.check, ours["check"], token_losses))
@@ -254,11 +249,21 @@ class Search:
     def _grows_fast(self, name: str) -> bool:
         return self.growth.get(name, 1.0) > self.LINEAR
 
-    def _next(self, name: str) -> list[str]:
-        """The same norm of the next block, if there is one."""
-        block, _, place = name.removeprefix(f"{self.chain.name}.").partition(".")
-        following = f"{self.chain.name}.{int(block) + 1}.{place}"
-        return [following] if following in self.norms else []
+    def _watch(
+        self, index: int, theirs: dict[str, Tensor], ours: dict[str, Tensor], goals: dict[str, Tensor]
+    ) -> Callable[[], tuple[float, float]]:
+        """Tells the largest drift behind block `index`, as it is then: of stressed tokens, and of rough ones."""
+        drifts = _drift(ours["check"], theirs["check"]).amax(1)
+        rows = drifts.topk(min(self.WATCHED, len(drifts))).indices
+        right = theirs["check"][rows]
+        hidden = torch.cat([right + self.STRESS * (ours["check"][rows] - right), ours["rough"]])
+        ids, goal = torch.cat([self.check[rows], self.rough]), torch.cat([goals["check"][rows], goals["rough"]])
+
+        def worst() -> tuple[float, float]:
+            found = _drift(self.chain.through(index, ids, hidden), goal)
+            return float(found[: len(rows)].max()), float(found[len(rows) :].max())
+
+        return worst
 
     def gone(self) -> list[str]:
         """Norms that are replaced now."""
@@ -268,25 +273,28 @@ class Search:
         self, costs: dict[str, float], base: float, budget: float, sound: Callable[[Losses], bool]
     ) -> Losses | None:
         """Remove the longest row of norms, cheapest first, that is sound. Costs alone say where to look first."""
-        order = self.order(costs)
-        total = torch.tensor([max(costs[name], 0.0) for name in order]).cumsum(0)
-        low, high, factor = 0, len(order), 0.8  # of the sum of divergences, which the loss then rises by
+        low, high, factor = 0, len(costs), 0.8  # of the sum of divergences, which the loss then rises by
         best: Losses | None = None
         for _ in range(self.TRIALS):
+            order = self.order({name: cost for name, cost in costs.items() if name not in self.refused})
+            total = torch.tensor([max(costs[name], 0.0) for name in order]).cumsum(0)
+            high = min(high, len(order))
             if high <= low:
                 break
             guess = int((total * factor <= base * budget).sum())
             count = min(max(guess, low + 1), high)
             losses = self.remove(set(order[:count]))
-            if sound(losses) and len(self.gone()) >= max(1, len(self.best)):
-                low, best = count, losses
+            gone = len(self.gone())
+            if sound(losses) and gone >= max(1, len(self.best)):
+                low, best = gone, losses
                 self._remember()
             else:
-                high = count - 1
+                high = gone - 1
             if sound(losses) and losses.loss - base >= self.USED * base * budget:
                 break
-            if losses.loss > base and total[count - 1] > 0:
-                factor = (losses.loss - base) / float(total[count - 1])
+            spent = sum(max(costs[name], 0.0) for name in self.gone())
+            if losses.loss > base and spent > 0:
+                factor = (losses.loss - base) / spent
         self._recall()
         return best
 
@@ -327,7 +335,3 @@ def _drift(ours: Tensor, theirs: Tensor) -> Tensor:
     """How far each token's residual is from the original's, over its length; NaN counts as ∞. [N, T, D] -> [N, T]"""
     off = (ours - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
     return torch.nan_to_num(off, nan=torch.inf)
-
-
-def _worst(ours: Tensor, theirs: Tensor) -> float:
-    return float(_drift(ours, theirs).max())
