@@ -39,7 +39,7 @@ class Search:
     LIMIT, STRESS, WATCHED, ROUGH, SLACK = 1.0, 2.0, 16, 6, 1.1
     # Trials end when so much of the budget is used. Costs are measured on so many tokens, of what was fitted on more.
     TRIALS, USED = 3, 0.85
-    COST_TOKENS, COST_FIT = 1024, 8192
+    COST_TOKENS, COST_FIT = 1024, 4096
     # A branch of a higher power than LINEAR loses its norm in one block of APART.
     LINEAR, APART = 1.4, 2
 
