@@ -19,6 +19,7 @@ from tapernorm.chain import Chain
 from tapernorm.logits import divergence, log_probabilities, token_losses
 from tapernorm.modules import FixedLinear, FixedScale, TaperNorm
 from tapernorm.ridge import fit_map
+from tapernorm.scales import token_scales
 from tapernorm.sites import NormSite
 from tapernorm.statistics import robust_scale
 from tapernorm.verify import Losses, summarise
@@ -33,22 +34,19 @@ class Search:
 
     # A held-out token whose residual is off by more than its own length has run away, and so has one that gets there
     # from a drift STRESS times as large as the one it has: the rare token that was not seen here drifts further. Asked
-    # of the WATCHED sequences that hold the tokens furthest off, and, unstressed, of ROUGH sequences: tokens in random
-    # order, further from the text than any text. A branch that grows fast may not let those drift a tenth (SLACK) more
-    # than with its norm, once they are half as far.
-    LIMIT, STRESS, WATCHED, ROUGH, SLACK = 1.0, 2.0, 16, 6, 1.1
+    # of the WATCHED sequences that hold the tokens furthest off.
+    LIMIT, STRESS, WATCHED = 1.0, 2.0, 16
     # Trials end when so much of the budget is used. Costs are measured on so many tokens, of what was fitted on more.
     TRIALS, USED = 3, 0.85
     COST_TOKENS, COST_FIT = 1024, 4096
-    # A branch of a higher power than LINEAR loses its norm in one block of APART.
-    LINEAR, APART = 1.4, 2
+    # A branch of a higher power than LINEAR loses its norm in one block of APART, and only where from there on no token
+    # stands above UNIFORM times the median scale of any norm.
+    LINEAR, APART, UNIFORM = 1.4, 2, 2.0
 
     def __init__(
         self, model: Any, chosen: list[NormSite], fit: Tensor, check: Tensor, refit: bool, progress: Progress | None
     ) -> None:
         self.model, self.fit, self.check = model, fit, check
-        kinds, generator = fit.unique(), torch.Generator().manual_seed(0)
-        self.rough = kinds[torch.randint(len(kinds), (self.ROUGH, fit.shape[1]), generator=generator)]
         self.refused: set[str] = set()  # whose absence let a token run away
         self.progress = progress or (lambda what, share: None)
         self.original = copy.deepcopy(model)
@@ -69,6 +67,7 @@ class Search:
         self.teacher.fast = self.chain.fast
         self.saved = {w: model.get_submodule(w).weight.detach().clone() for w in self.writers.values()}
         self.growth: dict[str, float] = {}
+        self.stands_out: dict[str, float] = {}  # the largest r / median at each norm of the original
         self.tried: list[tuple[int, float]] = []
         self.best: dict[str, FixedScale | FixedLinear] = {}
         self.best_writers: dict[str, Tensor] = {}
@@ -171,6 +170,8 @@ class Search:
         hidden = self.teacher.start(text)
         check = self.chain.start(ids)
         base = self.chain.rest(0, ids, check, log_probabilities)
+        scales = token_scales(self.original, self.sites, self.check[: self.WATCHED], batch=self.teacher.batch)
+        self.stands_out = {name: float(r.max() / r.median()) for name, r in scales.items()}
         costs: dict[str, float] = {}
         for index, names in self.by_block.items():
             points = self._targets(index, text, hidden)
@@ -195,13 +196,18 @@ class Search:
         return float(torch.log2(added[1] / added[0].clamp(min=1e-12)).median())
 
     def order(self, costs: dict[str, float]) -> list[str]:
-        """Norms from the cheapest on. Of branches that grow faster than the residual, no two nearer than `APART`
-        blocks: between them a token that drifts meets norms, which take back what the last one made of it."""
+        """Norms from the cheapest on, less those of branches that grow fast and need theirs: where a token stands out,
+        here or at any later norm, and nearer than `APART` blocks to another one. Between them a token that drifts meets
+        norms, which take back what the last one made of it."""
+        names = list(self.norms)
         taken: list[int] = []
         chosen: list[str] = []
         for name in sorted(costs, key=lambda name: costs[name]):
             block = self.chain.block_of(name) or 0
             if self._grows_fast(name):
+                later = names[names.index(name) :]
+                if max(self.stands_out.get(each, 1.0) for each in later) > self.UNIFORM:
+                    continue
                 if any(abs(block - other) < self.APART for other in taken):
                     continue
                 taken.append(block)
@@ -212,7 +218,7 @@ class Search:
         """Remove `wanted` in the order of depth, less those that let a token run away; returns the held-out losses."""
         self._restore(self.norms)
         first = min(i for i, names in self.by_block.items() if wanted & set(names))
-        streams = {"fit": self.fit, "check": self.check, "rough": self.rough}
+        streams = {"fit": self.fit, "check": self.check}
         theirs = {k: self.teacher.start(ids) for k, ids in streams.items()}
         ours: dict[str, Tensor] = {k: v.clone() for k, v in theirs.items()}
         for index, names in self.by_block.items():
@@ -225,45 +231,38 @@ class Search:
                     ours[k] = theirs[k] if same else self.chain.through(index, ids, ours[k])
                 continue
             points = self._targets(index, self.fit, theirs["fit"])
-            goals = {k: self.teacher.through(index, streams[k], theirs[k]) for k in ("check", "rough")}
-            worst = self._watch(index, theirs, ours, goals)
+            right = self.teacher.through(index, self.check, theirs["check"])
+            worst = self._watch(index, theirs["check"], ours["check"], right)
             kept = worst()
             for name in here:
                 goal = points[self._next_point(index, name)]
                 self._remove(index, name, self.fit, points[f"{name} out"], goal, ours["fit"])
                 gone = worst()
-                floors = (self.LIMIT, self.LIMIT / 2 if self._grows_fast(name) else self.LIMIT)
-                if all(a <= max(floor, self.SLACK * b) for a, b, floor in zip(gone, kept, floors, strict=True)):
-                    kept = gone
+                if gone <= max(self.LIMIT, 1.1 * kept):
+                    kept = max(kept, gone)
                 else:
-                    log.info("%s: a token runs away (%.2g, %.2g; with the norm %.2g, %.2g)", name, *gone, *kept)
+                    log.info("%s: a token runs away (%.2g, with the norm %.2g); it stays", name, gone, kept)
                     self._restore([name])
                     self.refused.add(name)
-            theirs = {"fit": points[block], **goals}
+            theirs = {"fit": points[block], "check": right}
             ours = {k: self.chain.through(index, ids, ours[k]) for k, ids in streams.items()}
             self.progress(f"removing {len(wanted)}", (index + 1) / len(self.by_block))
         losses = summarise(self.chain.head(self.check, ours["check"], token_losses))
         self.tried.append((len(self.gone()), losses.loss))
         return losses
 
+    def _watch(self, index: int, theirs: Tensor, ours: Tensor, right: Tensor) -> Callable[[], float]:
+        """Tells the largest drift behind block `index`, as the block is then, of the stressed tokens.
+
+        theirs, ours: what the block reads of the held-out text; right: what the original makes of it. [N, T, D]
+        """
+        drifts = _drift(ours, theirs).amax(1)
+        rows = drifts.topk(min(self.WATCHED, len(drifts))).indices
+        stressed = theirs[rows] + self.STRESS * (ours[rows] - theirs[rows])
+        return lambda: float(_drift(self.chain.through(index, self.check[rows], stressed), right[rows]).max())
+
     def _grows_fast(self, name: str) -> bool:
         return self.growth.get(name, 1.0) > self.LINEAR
-
-    def _watch(
-        self, index: int, theirs: dict[str, Tensor], ours: dict[str, Tensor], goals: dict[str, Tensor]
-    ) -> Callable[[], tuple[float, float]]:
-        """Tells the largest drift behind block `index`, as it is then: of stressed tokens, and of rough ones."""
-        drifts = _drift(ours["check"], theirs["check"]).amax(1)
-        rows = drifts.topk(min(self.WATCHED, len(drifts))).indices
-        right = theirs["check"][rows]
-        hidden = torch.cat([right + self.STRESS * (ours["check"][rows] - right), ours["rough"]])
-        ids, goal = torch.cat([self.check[rows], self.rough]), torch.cat([goals["check"][rows], goals["rough"]])
-
-        def worst() -> tuple[float, float]:
-            found = _drift(self.chain.through(index, ids, hidden), goal)
-            return float(found[: len(rows)].max()), float(found[len(rows) :].max())
-
-        return worst
 
     def gone(self) -> list[str]:
         """Norms that are replaced now."""
