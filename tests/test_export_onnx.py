@@ -85,7 +85,7 @@ def test_no_operation_of_a_removed_norm(graph):
 
 
 def test_the_folder_says_what_it_is(graph):
-    model, folder, record = graph
+    _, folder, record = graph
     config = transformers.AutoConfig.from_pretrained(folder)
     assert not config.model_type.startswith("tapernorm") and config.hidden_size == 16
     assert config.tapernorm["removed_norms"] == list(record.removed)

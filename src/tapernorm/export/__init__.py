@@ -1,6 +1,6 @@
 """Ship a model to where models run: one module a format, one function, one command.
 
-    onnx          a graph for onnxruntime and what builds on it, with the key-value cache as inputs and outputs
+onnx          a graph for onnxruntime and what builds on it, with the key-value cache as inputs and outputs
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tapernorm.export.norms import ExportError as ExportError
 from tapernorm.export.norms import norms_of
 
 # format -> the module that writes it
-FORMATS = {"onnx": "onnx"}
+FORMATS = {"onnx": "onnx", "pt2": "pt2", "transformer-lens": "lens"}
 
 
 def export(
@@ -50,8 +50,7 @@ def export(
     writer = importlib.import_module(f"tapernorm.export.{FORMATS[format]}")
     with _folder.staged(target) as staging:
         made = writer.write(model, tokenizer, norms, staging, **options)
-        record = write_record(made, norms, format, staging, target)
-    return record
+        return write_record(made, norms, format, staging, target)
 
 
 def refuse_format(name: str) -> None:

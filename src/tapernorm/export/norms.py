@@ -69,7 +69,9 @@ def refuse_tapered(model: nn.Module) -> None:
     if gate >= 1 and min(gates.values()) >= 1:
         advice = "train it until the gate is 0 and fold it (tapernorm fold), or put its norms back (tapernorm.restore_)"
     elif gate > 0:
-        advice = "train on until the gate is 0, then fold (tapernorm fold MODEL --out FOLDER) and export what that wrote"
+        advice = (
+            "train on until the gate is 0, then fold (tapernorm fold MODEL --out FOLDER) and export what that wrote"
+        )
     else:
         advice = "fold it first (tapernorm fold MODEL --out FOLDER, or tapernorm.fold_) and export what that wrote"
     raise ValueError(f"{name}: this model is tapered and not folded, its gate is {gate:.4g}; {advice}")

@@ -1,7 +1,7 @@
 """ONNX: a decoder with its key-value cache as inputs and outputs, by the names that optimum and onnxruntime use.
 
-    input_ids [B, T], attention_mask [B, P + T], position_ids [B, T], past_key_values.N.key / .value [B, heads, P, width]
-    → logits [B, T, V], present.N.key / .value [B, heads, P + T, width]
+    input_ids [B, T], attention_mask [B, P + T], position_ids [B, T], past_key_values.N.key, .value [B, heads, P, width]
+    → logits [B, T, V], present.N.key, .value [B, heads, P + T, width]
 
 One graph serves the prompt (P = 0) and every step after it. Other models: their own inputs → output. What was written
 is run in onnxruntime with its optimisations off and on, and compared with the model.
@@ -11,13 +11,8 @@ from __future__ import annotations
 
 import ast
 import collections
-import contextlib
 import copy
-import importlib.util
-import io
-import logging
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,25 +31,19 @@ from tapernorm.export.decoder import (
     takes_positions,
 )
 from tapernorm.export.folder import Made, write_companions
+from tapernorm.export.inputs import named_inputs
 from tapernorm.export.norms import ExportError, Norms
-from tapernorm.inputs import default_example
+from tapernorm.export.quiet import quiet, require
 
 # Operations by which a norm can be told; a removed one must leave none behind.
-NORM_OPERATIONS = frozenset(
-    "ReduceMean Pow Sqrt Rsqrt Reciprocal LayerNormalization SimplifiedLayerNormalization RMSNormalization "
-    "SkipLayerNormalization SkipSimplifiedLayerNormalization InstanceNormalization GroupNormalization ReduceL2 "
-    "ReduceSumSquare LpNormalization MeanVarianceNormalization".split()
-)
+NORM_OPERATIONS = frozenset({
+    "ReduceMean", "Pow", "Sqrt", "Rsqrt", "Reciprocal", "ReduceL2", "ReduceSumSquare", "LayerNormalization",
+    "SimplifiedLayerNormalization", "RMSNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+    "InstanceNormalization", "GroupNormalization", "LpNormalization", "MeanVarianceNormalization",
+})  # fmt: skip
 BOUND = 1e-4  # largest difference over the largest output
 GREEDY = 10
 _WRAPPER = "model"
-
-
-def require(*packages: str, extra: str) -> None:
-    """Raises ValueError that says what to install."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"this export needs {', '.join(missing)}: pip install 'tapernorm[{extra}]'")
 
 
 def write(
@@ -131,27 +120,6 @@ def _export_plain(model: nn.Module, path: Path, example: Any, opset: int | None)
     return {"inputs": list(inputs), "outputs": [output]}, inputs
 
 
-def named_inputs(model: nn.Module, example: Any) -> dict[str, Tensor]:
-    """Inputs by name, with a batch of two; one tensor alone is called "input".
-
-    Raises:
-        ValueError: the example is neither a tensor nor a mapping of names to tensors.
-    """
-    if example is None:
-        example = default_example(model, batch=2)
-    if isinstance(example, tuple) and len(example) == 1:
-        example = example[0]
-    if isinstance(example, Tensor):
-        example = {"input": example}
-    if not hasattr(example, "items") or not all(isinstance(value, Tensor) for value in example.values()):
-        raise ValueError("example must be a tensor, or a mapping of the forward's argument names to tensors")
-    def wide(value: Tensor) -> Tensor:
-        value = value.float() if value.is_floating_point() else value
-        return torch.cat([value, value]) if len(value) == 1 else value
-
-    return {name: wide(value) for name, value in example.items()}
-
-
 def _export(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -169,26 +137,9 @@ def _export(
             )  # fmt: skip
             program.save(str(path))  # weights above 2 GB go into a file of their own
     except torch.onnx.OnnxExporterError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise ValueError(
-            f"torch cannot write {type(module.get_submodule(_WRAPPER)).__name__} as ONNX: {lines[-1] if lines else error}"
-        ) from error
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without what the exporters say about packages that nothing here uses."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "torch")]
-    before = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        name = type(module.get_submodule(_WRAPPER)).__name__
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise ValueError(f"torch cannot write {name} as ONNX: {lines[-1]}") from error
 
 
 # What is in the graph
