@@ -1,6 +1,12 @@
 """Ship a model to where models run: one module a format, one function, one command.
 
-onnx          a graph for onnxruntime and what builds on it, with the key-value cache as inputs and outputs
+onnx              a graph for onnxruntime and what builds on it; the cache is its inputs and outputs
+pt2               torch.export programs for a prompt and a step, and what AOTInductor compiles of them
+openvino          the ONNX graph as OpenVINO reads it
+executorch        a step as a program for phones
+as-normed         a stock checkpoint whose norms do nothing, for tools that know stock models alone
+transformer-lens  a HookedTransformer without normalization
+spec              what the model computes: operations, depth, ranges
 """
 
 from __future__ import annotations
@@ -18,7 +24,15 @@ from tapernorm.export.norms import ExportError as ExportError
 from tapernorm.export.norms import norms_of
 
 # format -> the module that writes it
-FORMATS = {"onnx": "onnx", "pt2": "pt2", "transformer-lens": "lens"}
+FORMATS = {
+    "onnx": "onnx",
+    "pt2": "pt2",
+    "openvino": "openvino",
+    "executorch": "executorch",
+    "as-normed": "normed",
+    "transformer-lens": "lens",
+    "spec": "spec",
+}
 
 
 def export(
@@ -61,7 +75,12 @@ def refuse_format(name: str) -> None:
         raise ValueError(f"there is no format {name!r}{nearest(name, FORMATS)}; there are: {', '.join(FORMATS)}")
 
 
-REFUSED: dict[str, str] = {}
+# format -> why it is not there
+REFUSED = {
+    "gguf": "a GGUF file would be run by llama.cpp, which normalises in every architecture that it knows: norms would "
+    "be there again. --format as-normed writes a stock checkpoint whose norms do nothing, which llama.cpp's own "
+    "converter reads; it is no faster than the original",
+}
 
 
 class _Callable(types.ModuleType):

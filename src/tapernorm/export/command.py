@@ -9,7 +9,7 @@ from tapernorm import from_pretrained
 from tapernorm.commands import blocks_of
 from tapernorm.export import export, refuse_format
 from tapernorm.export.folder import Exported, free_folder
-from tapernorm.output import print_json
+from tapernorm.output import console, print_json
 from tapernorm.sites import context_length
 
 # option of the command line -> the formats that have it
@@ -51,6 +51,10 @@ def show(record: Exported) -> None:
         print(f"  {gone} norms gone, {len(kept)} kept" + (f": {', '.join(kept[:3])}" if kept else ""))
     for name, value in record.checks.items():
         print(f"  {name}: {_told(value)}")
+    if record.format == "spec":
+        from tapernorm.export.spec import table
+
+        console().print(table(record.details))
     for note in record.notes:
         print(f"  note: {note}")
 

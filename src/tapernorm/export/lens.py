@@ -86,14 +86,12 @@ def load_transformer_lens(folder: str | os.PathLike[str], tokenizer: Any = None)
 
         tokenizer = AutoTokenizer.from_pretrained(place)
     state = load_file(place / _STATE)
-    parts = [{k.removeprefix(f"{part}:"): v for k, v in state.items() if k.startswith(part)} for part in _PARTS]
+    kinds = ("weights", "rotary", "prefix")
+    parts = [{k.removeprefix(f"{kind}:"): v for k, v in state.items() if k.startswith(f"{kind}:")} for kind in kinds]
     norms = Norms(tuple(told["removed"]), ())
     config = told["config"] | {"dtype": getattr(torch, told["config"]["dtype"])}
     weights, rotary, prefix = parts
     return _build(config, weights, rotary, norms, prefix, tokenizer)
-
-
-_PARTS = ("weights", "rotary", "prefix")
 
 
 def write(model: Any, tokenizer: Any, norms: Norms, folder: Path, ids: Tensor | None = None) -> Made:
@@ -103,18 +101,15 @@ def write(model: Any, tokenizer: Any, norms: Norms, folder: Path, ids: Tensor | 
         ValueError, ExportError: as `to_transformer_lens`.
     """
     hooked = to_transformer_lens(model, tokenizer, norms)
-    config = _config(model if model.dtype == torch.float64 else copy.deepcopy(model).float(), norms)
-    parts = (
-        {k: v for k, v in hooked.state_dict().items() if not k.endswith(_REST)},
-        {k: v for k, v in hooked.state_dict().items() if k in ("blocks.0.attn.rotary_cos", "blocks.0.attn.rotary_sin")},
-        hooked.constant_prefix if norms.prefix else {},
-    )
-    parts[1].update({k.rpartition(".")[2]: parts[1].pop(k) for k in list(parts[1])})
-    named = {
-        f"{part}:{k}": v.clone().contiguous()
-        for part, state in zip(_PARTS, parts, strict=True)
-        for k, v in state.items()
+    config, attention = hooked.built_from, hooked.blocks[0].attn
+    turned = config["positional_embedding_type"] == "rotary"
+    parts = {
+        "weights": {name: value for name, value in hooked.state_dict().items() if not name.endswith(_REST)},
+        "rotary": {name: getattr(attention, name) for name in ("rotary_cos", "rotary_sin")} if turned else {},
+        "prefix": hooked.constant_prefix,
     }
+    pairs = [(f"{part}:{name}", value) for part, state in parts.items() for name, value in state.items()]
+    named = {name: value.detach().clone().contiguous() for name, value in pairs}
     save_file(named, folder / _STATE)
     told = {"removed": list(norms.removed), "config": config | {"dtype": str(config["dtype"]).removeprefix("torch.")}}
     (folder / _CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
@@ -334,7 +329,7 @@ def _build(
     if lost or missing.unexpected_keys:
         raise ExportError(f"HookedTransformer has other weights: {[*lost, *missing.unexpected_keys][:4]}")
     hooked.setup()
-    hooked.constant_prefix = prefix
+    hooked.constant_prefix, hooked.built_from = prefix, config
     return hooked.eval()
 
 
@@ -350,6 +345,7 @@ def _class() -> Any:
         """A HookedTransformer whose every forward begins with the constant prefix, if there is one, in its cache."""
 
         constant_prefix: dict[str, Tensor]
+        built_from: dict[str, Any]
 
         def __init__(self, config: dict[str, Any], tokenizer: Any = None) -> None:
             config = HookedTransformerConfig(**{k: v for k, v in config.items() if k in known})
