@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("gate", "says"),
-    [(0.5, "train until the gate is 0, then fold"), (0.0, "fold it first"), (1.0, "put its norms back")],
+    [(0.5, "train on until the gate is 0, then fold"), (0.0, "fold it first"), (1.0, "put its norms back")],
 )
 def test_a_tapered_model_is_refused(format, gate, says, tmp_path):
     with pytest.raises(ValueError, match=says) as caught:
@@ -45,6 +45,10 @@ def test_a_tapered_model_is_refused(format, gate, says, tmp_path):
 def test_gguf_is_refused_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match=r"llama\.cpp, which normalises in every architecture.*as-normed"):
         export(folded(), tmp_path / "out", "gguf")
+
+
+def test_the_help_names_every_format():
+    assert tuple(FORMATS) == cli.EXPORTS
 
 
 def test_an_unknown_format_has_a_neighbour(tmp_path):

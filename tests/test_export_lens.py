@@ -43,5 +43,6 @@ def test_the_same_logits(name, tmp_path):
     again = load_transformer_lens(tmp_path / "out")
     with torch.no_grad():
         assert torch.equal(again(IDS), made)
-    assert again.cfg.normalization_type is (None if "internal" not in name else record.details["normalization_type"])
-    assert ("internal" in name) == bool(record.kept)
+    kind = {"internal": "RMS", "gpt2-internal": "LN"}.get(name)
+    assert again.cfg.normalization_type == record.details["normalization_type"] == kind
+    assert bool(record.kept) == bool(kind)

@@ -28,7 +28,7 @@ def test_a_llamas_counts_by_hand(tmp_path):
     after = {kind: pair["after"] for kind, pair in spec["operations"].items()}
     before = {kind: pair["before"] for kind, pair in spec["operations"].items()}
     reach = int(spec["per"].split("with ")[1].split()[0])
-    assert after["multiply-adds with weights"] == LAYERS * 7 * D * D + D * D + D // HEADS // 2  # and the angles
+    assert after["multiply-adds with weights"] == LAYERS * 7 * D * D + D * D
     assert after["multiply-adds of activations"] == LAYERS * HEADS * 2 * reach * (D // HEADS)
     assert after["exponentials"] == after["divisions"] == LAYERS * HEADS * reach  # softmax
     assert after["square roots"] == 0 and after["reductions"] == LAYERS * HEADS * 2
@@ -50,7 +50,7 @@ def test_depth_of_a_llama(tmp_path):
     block = spec["depth"]["after"]["model.layers.1"]
     # q · k, softmax, p · v; silu's own and the gate's
     assert block["products"] == 5
-    assert block["scalings"] == 5  # Wq, 1/√d, Wo; up or gate, down
+    assert block["scalings"] == 6  # Wq, angles, 1/√d, Wo; gate, down
     assert block["functions"] == 3
     before = spec["depth"]["before"]["model.layers.1"]
     assert before["products"] - block["products"] == 4 and before["functions"] - block["functions"] == 2
@@ -78,7 +78,7 @@ def test_ranges_are_those_of_the_inputs(tmp_path):
     values = seen[0].flatten()
     assert found["min"] == pytest.approx(float(values.min()), rel=1e-5)
     assert found["max"] == pytest.approx(float(values.max()), rel=1e-5)
-    assert found["p99.99"] == pytest.approx(float(values.abs().double().quantile(0.9999)), rel=0.05)
+    assert found["p99.99"] == pytest.approx(float(values.abs().sort().values[int(0.9999 * len(values))]), rel=1e-5)
     assert found["int8_scale"] == pytest.approx(found["p99.99"] / 127)
     assert len(spec["ranges"]) == LAYERS * 7 + 1
 
@@ -90,7 +90,7 @@ def test_a_classifier(tmp_path):
     )  # fmt: skip
     model = folded(model=transformers.ViTForImageClassification(config).eval())
     spec = spec_of(model, tmp_path)
-    assert spec["operations"]["square roots"] == {"before": 4 * 5 + 1, "after": 0}  # five tokens; one at the end
+    assert spec["operations"]["square roots"] == {"before": 5 * 5, "after": 0}  # five tokens
 
 
 def test_chains_are_followed_by_kind():

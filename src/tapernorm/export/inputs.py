@@ -11,7 +11,7 @@ from tapernorm.inputs import default_example
 
 
 def named_inputs(model: nn.Module, example: Any, batch: int = 2) -> dict[str, Tensor]:
-    """Inputs by name, of the model's dtype, with a batch of two at least; one tensor alone is called "input".
+    """Inputs by name, of the model's dtype, of at least `batch` rows; one tensor alone is called "input".
 
     Raises:
         ValueError: the example is neither a tensor nor a mapping of names to tensors.
@@ -28,6 +28,6 @@ def named_inputs(model: nn.Module, example: Any, batch: int = 2) -> dict[str, Te
 
     def wide(value: Tensor) -> Tensor:
         value = value.to(dtype) if value.is_floating_point() else value
-        return torch.cat([value, value]) if len(value) == 1 else value
+        return torch.cat([value, value]) if len(value) == 1 and batch > 1 else value
 
     return {name: wide(value) for name, value in example.items()}

@@ -57,7 +57,7 @@ def to_transformer_lens(model: Any, tokenizer: Any = None, norms: Norms | None =
     model = model if model.dtype == torch.float64 else model.float()
     config = _config(model, norms)
     rotary = _rotary(model) if config["positional_embedding_type"] == "rotary" else {}
-    hooked = _build(config, _weights(model, config), rotary, norms, _prefix(model, config), tokenizer)
+    hooked = _build(config, _weights(model, config), rotary, _prefix(model, config), tokenizer)
     error = difference(hooked, model, sample_ids(model, 2, 12))
     if not error <= BOUND:
         raise ExportError(f"the HookedTransformer differs from the model by {error:.1e} of the largest logit")
@@ -88,10 +88,9 @@ def load_transformer_lens(folder: str | os.PathLike[str], tokenizer: Any = None)
     state = load_file(place / _STATE)
     kinds = ("weights", "rotary", "prefix")
     parts = [{k.removeprefix(f"{kind}:"): v for k, v in state.items() if k.startswith(f"{kind}:")} for kind in kinds]
-    norms = Norms(tuple(told["removed"]), ())
     config = told["config"] | {"dtype": getattr(torch, told["config"]["dtype"])}
     weights, rotary, prefix = parts
-    return _build(config, weights, rotary, norms, prefix, tokenizer)
+    return _build(config, weights, rotary, prefix, tokenizer)
 
 
 def write(model: Any, tokenizer: Any, norms: Norms, folder: Path, ids: Tensor | None = None) -> Made:
@@ -111,7 +110,7 @@ def write(model: Any, tokenizer: Any, norms: Norms, folder: Path, ids: Tensor | 
     pairs = [(f"{part}:{name}", value) for part, state in parts.items() for name, value in state.items()]
     named = {name: value.detach().clone().contiguous() for name, value in pairs}
     save_file(named, folder / _STATE)
-    told = {"removed": list(norms.removed), "config": config | {"dtype": str(config["dtype"]).removeprefix("torch.")}}
+    told = {"config": config | {"dtype": str(config["dtype"]).removeprefix("torch.")}}
     (folder / _CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     write_companions(model, tokenizer, norms, folder)
     again = load_transformer_lens(folder)
@@ -309,7 +308,6 @@ def _build(
     config: dict[str, Any],
     weights: dict[str, Tensor],
     rotary: dict[str, Tensor],
-    norms: Norms,
     prefix: dict[str, Tensor],
     tokenizer: Any,
 ) -> Any:
