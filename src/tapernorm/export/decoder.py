@@ -130,12 +130,13 @@ def cache_shapes(model: Any) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         raise ValueError(f"{type(model).__name__} does not run with a cache of keys and values ({error})") from error
     shapes = []
     for number, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer or layer.keys is None or layer.keys.dim() != 4:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if type(layer) is not DynamicLayer or keys is None or values is None or keys.dim() != 4:
             raise ValueError(
                 f"layer {number} of {type(model).__name__} keeps a state that is not keys and values "
                 f"({type(layer).__name__}); only attention can be exported with a cache"
             )
-        shapes.append(((layer.keys.shape[1], layer.keys.shape[3]), (layer.values.shape[1], layer.values.shape[3])))
+        shapes.append(((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])))
     if not shapes:
         raise ValueError(f"{type(model).__name__} filled no cache; it cannot be exported with one")
     return shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def named_inputs(model: nn.Module, example: Any, batch: int = 2) -> dict[str, Te
         example = example[0]
     if isinstance(example, Tensor):
         example = {"input": example}
-    if not hasattr(example, "items") or not all(isinstance(value, Tensor) for value in example.values()):
+    if not isinstance(example, Mapping) or not all(isinstance(value, Tensor) for value in example.values()):
         raise ValueError("example must be a tensor, or a mapping of the forward's argument names to tensors")
     dtype = next(model.parameters()).dtype
 

@@ -346,8 +346,8 @@ def _class() -> Any:
         built_from: dict[str, Any]
 
         def __init__(self, config: dict[str, Any], tokenizer: Any = None) -> None:
-            config = HookedTransformerConfig(**{k: v for k, v in config.items() if k in known})
-            super().__init__(config, tokenizer=tokenizer)
+            given = {name: value for name, value in config.items() if name in known}
+            super().__init__(HookedTransformerConfig(**given), tokenizer=tokenizer)
             self.constant_prefix = {}
 
         def forward(self, input: Any, *args: Any, past_kv_cache: Any = None, **kwargs: Any) -> Any:

@@ -130,11 +130,11 @@ def _write_plain(model: nn.Module, folder: Path, inputs: dict[str, Tensor], norm
     batch = torch.export.Dim.AUTO
     program = _export(module, values, (tuple({0: batch} for _ in values),))
     _save(program, folder / "model.pt2", compile)
+    checks: dict[str, Any] = {"bound": BOUND}
     with torch.no_grad():
         wanted = module(*values)
-    checks: dict[str, Any] = {"bound": BOUND}
-    for path in sorted(folder.glob("*.pt2")):
-        checks[path.stem] = {"relative_error": _within(_load(path)(*values), wanted, path)}
+        for path in sorted(folder.glob("*.pt2")):
+            checks[path.stem] = {"relative_error": _within(_load(path)(*values), wanted, path)}
     operations = norm_operations(program, norms)
     _refuse_left(operations, norms)
     return Made(checks, details={"inputs": list(inputs), "norm_operations": operations})

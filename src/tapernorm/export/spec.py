@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def _eager(model: Any) -> Iterator[None]:
     if not isinstance(model, PreTrainedModel) or not model._can_set_attn_implementation():
         yield
         return
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     model.set_attn_implementation("eager")
     try:
         yield
@@ -211,6 +212,10 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 # Ranges
 
 
+def _first(note: Callable[[str, Tensor], None], name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+    note(name, args[0])
+
+
 def _ranges(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Of the input of every linear map: smallest and largest value, percentile of |x|, the int8 scale that it gives."""
     seen: dict[str, list[Tensor]] = {}
@@ -224,7 +229,7 @@ def _ranges(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, dict[str, 
         seen.setdefault(name, []).append(flat[:: max(1, stride)])
 
     handles = [
-        module.register_forward_pre_hook(lambda _m, args, name=name: note(name, args[0]))
+        module.register_forward_pre_hook(functools.partial(_first, note, name))
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
     ]
