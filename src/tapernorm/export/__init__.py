@@ -78,8 +78,8 @@ def refuse_format(name: str) -> None:
 # format -> why it is not there
 REFUSED = {
     "gguf": "a GGUF file would be run by llama.cpp, which normalises in every architecture that it knows: norms would "
-    "be there again. --format as-normed writes a stock checkpoint whose norms do nothing, which llama.cpp's own "
-    "converter reads; it is no faster than the original",
+    "be there again. --format as-normed writes a stock checkpoint whose norms do nothing, to be converted like any "
+    "other; it is no faster than the original",
 }
 
 
