@@ -2,8 +2,7 @@
 
     python examples/logit_attribution.py ORIGINAL NORM_FREE [PROMPT]
 
-Without a final norm the logit is the sum of these shares, exactly. With one it is not: the norm divides their sum by a
-number that depends on all of them at once.
+Without a final norm the shares add up to the logit exactly. With one they do not: it divides their sum by its size.
 """
 
 import sys
