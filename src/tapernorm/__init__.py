@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 # Public name -> the module that holds it. Nothing is imported before it is asked for, so that
 # `import tapernorm` and `tapernorm --help` load neither torch nor transformers.
 _WHERE = {
+    "ExportError": "export.norms",
     "FoldError": "fold",
     "FoldReport": "fold",
     "GuardStop": "guard",
@@ -24,6 +25,7 @@ _WHERE = {
     "TaperMixin": "train",
     "TaperNorm": "modules",
     "TaperTrainer": "train",
+    "export": "export",
     "find_prefix": "prefix",
     "find_sites": "sites",
     "fold_": "fold",
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from tapernorm.convert import get_controller as get_controller
     from tapernorm.convert import restore_ as restore_
     from tapernorm.convert import taper_ as taper_
+    from tapernorm.export import export as export
+    from tapernorm.export.norms import ExportError as ExportError
     from tapernorm.fold import FoldError as FoldError
     from tapernorm.fold import FoldReport as FoldReport
     from tapernorm.fold import fold_ as fold_

@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 
 INPUT, INTERRUPTED = 2, 130
+EXPORTS = ("onnx", "pt2", "openvino", "executorch", "as-normed", "transformer-lens", "spec")
 
 
 def _version(asked: bool) -> None:
@@ -257,6 +258,35 @@ def fold(
 
 
 @app.command()
+def export(
+    model: o.Model,
+    out: o.Out,
+    format: Annotated[str, typer.Option(help=f"What to write: {', '.join(EXPORTS)}.")] = "onnx",
+    data: Annotated[str | None, typer.Option("--data", help="Text to check on. Default: random tokens.")] = None,
+    text_column: o.Column = "text",
+    split: o.Split = None,
+    opset: Annotated[int | None, typer.Option(help="onnx: version of the operator set. Default: torch's own.")] = None,
+    context: Annotated[int | None, typer.Option(help="pt2, executorch: places in the cache. Default: 512.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="pt2: also a package that AOTInductor compiled.")] = False,
+    overwrite: o.Overwrite = False,
+    as_json: o.Json = False,
+    config: o.Config = None,
+) -> None:
+    """Write a folded model for the tools that run models. Exit code 3 where what was written is not the same function.
+
+    onnx: a graph with the key-value cache as inputs and outputs; pt2: torch.export programs for prompt and step;
+    openvino; executorch; as-normed: a stock checkpoint for tools that know stock models alone; transformer-lens;
+    spec: what the model computes per token, for hardware and for private inference. See docs/deploying.md.
+
+    Example: tapernorm export runs/mine/model --format onnx --out runs/mine/onnx
+    """
+    options = {k: v for k, v in locals().items() if k != "config"}
+    from tapernorm.export.command import run
+
+    run(options)
+
+
+@app.command()
 def verify(
     a: Annotated[str, typer.Argument(help="The reference model.")],
     b: Annotated[str, typer.Argument(help="The model to judge.")],
@@ -389,12 +419,13 @@ def main() -> None:
     except ValueError as error:
         _fail(error, INPUT)
     except RuntimeError as error:
+        from tapernorm.export.norms import ExportError
         from tapernorm.fold import FoldError
         from tapernorm.guard import GuardStop
         from tapernorm.runlog import Diverged
         from tapernorm.statistics import MassiveTokenError
 
-        if not isinstance(error, FoldError | MassiveTokenError | Diverged | GuardStop):
+        if not isinstance(error, FoldError | ExportError | MassiveTokenError | Diverged | GuardStop):
             raise
         _fail(error, NUMERICAL)
     except KeyboardInterrupt:
