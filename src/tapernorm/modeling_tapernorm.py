@@ -106,9 +106,14 @@ class ModelMixin(_ModelBase):
         if config.removed_norms and not gone:
             raise ValueError(f"{type(self).__name__}: none of its modules is in the config's removed_norms")
         for name in gone:
+            kind = type(self.get_submodule(name)).__name__
+            if "norm" not in kind.lower():
+                raise ValueError(f"{name}, which the config's removed_norms names, is no norm but a {kind}")
             self.set_submodule(name, nn.Identity())
         for name in self._find_all(config, config.added_biases):
             linear = self.get_submodule(name)
+            if getattr(linear, "bias", 0) is not None or not isinstance(getattr(linear, "weight", 0), nn.Parameter):
+                raise ValueError(f"{name}, which the config's added_biases names, takes no bias")
             linear.bias = nn.Parameter(linear.weight.new_zeros(linear.weight.shape[0]))
         if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
             stars = {starred(name) for name in gone}
