@@ -17,16 +17,17 @@ import copy
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import HfApi, save_torch_state_dict
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from tapernorm import _folder, gguf_file, llama2c, untrusted
+from tapernorm import _folder, card, gguf_file, llama2c, untrusted
 from tapernorm import modeling_tapernorm as modeling
 from tapernorm.convert import get_controller
 from tapernorm.half_tapered import half_tapered, read_taper_state, read_weights, write_taper_state
@@ -34,7 +35,8 @@ from tapernorm.layout import changed_config, layout_of
 from tapernorm.untrusted import explained
 
 __all__ = [
-    "from_pretrained", "read_taper_state", "read_weights", "save_pretrained", "skeleton", "write_taper_state",
+    "from_pretrained", "push_to_hub", "read_taper_state", "read_weights", "save_pretrained", "skeleton",
+    "write_taper_state",
 ]  # fmt: skip
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -53,6 +55,7 @@ def save_pretrained(
     tokenizer: Any = None,
     overwrite: bool = False,
     state_dict: dict[str, torch.Tensor] | None = None,
+    max_shard_size: int | str = "5GB",
 ) -> None:
     """Write a stock, tapered or folded model, and its tokenizer, into a folder that loads as the same model.
 
@@ -62,6 +65,7 @@ def save_pretrained(
         tokenizer: written beside the model when given.
         overwrite: replace the model in any other folder, too. Files that belong to no model stay in it.
         state_dict: whole tensors of a tapered model whose own are sharded over processes.
+        max_shard_size: of a file of weights, as a number of bytes or as text ("5GB").
 
     Raises:
         ValueError: the folder holds something else and `overwrite` is false; the model is not a transformers model,
@@ -75,16 +79,55 @@ def save_pretrained(
     fields = layout_of(model)
     with _folder.staged(target) as staging:
         if controller is not None:
-            _write_tapered(model, fields, controller, staging, state_dict)
+            _write_tapered(model, fields, controller, staging, state_dict, max_shard_size)
         elif any(fields.values()):
-            _write_norm_free(model, fields, staging)
+            _write_norm_free(model, fields, staging, max_shard_size)
+            card.write_card(staging, name=_origin(model), place=target.name)
         else:
-            model.save_pretrained(staging)
+            model.save_pretrained(staging, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
 
 
-def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Path) -> None:
+def push_to_hub(
+    model: PreTrainedModel | str | os.PathLike[str],
+    repository: str,
+    tokenizer: Any = None,
+    private: bool | None = None,
+    token: str | None = None,
+) -> str:
+    """Put a model, or a folder that `save_pretrained` wrote, on the hub, card included; returns its address there.
+
+    A README.md that the repository has already, and that this library did not write, stays.
+
+    Raises:
+        ValueError: as `save_pretrained`; or the folder holds no config.json.
+    """
+    if isinstance(model, PreTrainedModel):
+        with tempfile.TemporaryDirectory(prefix="tapernorm-") as place:
+            folder = Path(place) / repository.rpartition("/")[2]
+            save_pretrained(model, folder, tokenizer=tokenizer)
+            return push_to_hub(folder, repository, private=private, token=token)
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a model folder: there is no config.json in it")
+    api = HfApi(token=token)
+    name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+    theirs = api.file_exists(name, _folder.CARD) and not _folder.is_own_card(
+        Path(api.hf_hub_download(name, "README.md"))
+    )
+    skipped = [_folder.CARD] if theirs else []
+    return str(
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=skipped, commit_message="Upload model")
+    )
+
+
+def _origin(model: PreTrainedModel) -> str:
+    """Where the model was loaded from, for its card; nothing for one that was made here, or had lost norms there."""
+    return "" if isinstance(model, modeling.ModelMixin) else str(getattr(model.config, "_name_or_path", "") or "")
+
+
+def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Path, max_shard_size: int | str) -> None:
     config = changed_config(model, fields, tapered=None)
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
@@ -94,7 +137,7 @@ def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Pat
     twin.tie_weights()
     if model.can_generate():
         twin.generation_config = model.generation_config
-    twin.save_pretrained(folder)
+    twin.save_pretrained(folder, max_shard_size=max_shard_size)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
 
 
@@ -104,6 +147,7 @@ def _write_tapered(
     controller: Any,
     folder: Path,
     state_dict: dict[str, torch.Tensor] | None,
+    max_shard_size: int | str,
 ) -> None:
     config = changed_config(model, fields, tapered=controller.config.to_dict())
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -111,7 +155,7 @@ def _write_tapered(
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     # Of tensors that are one, one is written and the other named.
-    save_torch_state_dict(state_dict or model.state_dict(), folder)
+    save_torch_state_dict(state_dict or model.state_dict(), folder, max_shard_size=max_shard_size)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
     write_taper_state(controller, folder)
 
