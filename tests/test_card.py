@@ -160,9 +160,9 @@ def test_only_norm_free_folders_have_one(tmp_path):
     for kind in ("stock", "tapered"):
         assert not (tmp_path / kind / "README.md").exists()
         with pytest.raises(ValueError, match="holds no norm-free model"):
-            card.write_card(tmp_path / kind)
-    with pytest.raises(ValueError, match="holds no norm-free model"):
-        card.write_card(tmp_path)
+            card.render_card(tmp_path / kind, {})
+    for folder in (tmp_path / "stock", tmp_path):
+        assert card.write_card(folder) is None and not (folder / "README.md").exists()
 
 
 # The hub, as it answers

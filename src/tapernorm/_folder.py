@@ -62,21 +62,39 @@ def model_type(folder: Path) -> str:
 def staged(target: Path) -> Iterator[Path]:
     """An empty folder beside `target`, which takes its place when the block ends, and is removed when it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:8]
-    staging, old = (target.parent / f".{target.name}.{token}.{state}" for state in ("partial", "old"))
+    staging = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     staging.mkdir()
     try:
         yield staging
+        take_place(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def take_place(staging: Path, target: Path) -> None:
+    """Rename a finished folder to `target`, whose own files go; what is not a model's is the user's, and stays."""
+    old = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.old"
+    try:
         if target.exists():
             target.rename(old)
         staging.rename(target)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
         if old.exists() and not target.exists():
             old.rename(target)
         raise
     if old.exists():
-        for path in old.iterdir():  # what is not a model's is the user's, and stays
+        for path in old.iterdir():
             if not _is_own(path) and (path.name == CARD or not (target / path.name).exists()):
                 path.replace(target / path.name)
         shutil.rmtree(old)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a model folder holds weights or says where they are."""
+    return re.fullmatch(r"(model(-\d+-of-\d+)?|taper)\.safetensors(\.index\.json)?", name) is not None
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a save may have written a file of this name."""
+    return _OWN_FILES.fullmatch(name) is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from tapernorm._folder import CARD, CARD_MARK, is_own_card
+from tapernorm._folder import CARD, CARD_MARK, is_own_card, model_type
 from tapernorm.modeling_tapernorm import TYPE_PREFIX
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
@@ -24,20 +24,18 @@ _SHOWN = 4  # names of norms
 def write_card(
     folder: str | Path, record: Mapping[str, Any] | None = None, name: str = "", place: str = ""
 ) -> Path | None:
-    """Write README.md into a norm-free model folder; None, and nothing written, where a user's own is there.
+    """Write README.md into a norm-free model folder; None, and nothing written, where a user's own is there, or where
+    no norm is gone.
 
     Args:
         folder: as `tapernorm.save_pretrained` writes it.
         record: what is in the run's run.json, or a part of it such as `{"fold": report.to_dict()}`.
         name: of the model it was made from, where the record does not say.
         place: how the folder will be called, where that is not its name now.
-
-    Raises:
-        ValueError: the folder holds no norm-free model.
     """
     folder = Path(folder)
     path = folder / CARD
-    if path.exists() and not is_own_card(path):
+    if not model_type(folder).startswith(TYPE_PREFIX) or (path.exists() and not is_own_card(path)):
         return None
     path.write_text(render_card(folder, record or {}, name, place), encoding="utf-8")
     return path
@@ -164,8 +162,8 @@ def _losses(record: Mapping[str, Any]) -> tuple[list[list[str]], str]:
                 for text, values in ((record.get(key) or {}).get("losses") or {}).items()
             }
     else:
-        names = {"original": "original", record.get("arm"): "norms removed", record.get("baseline_arm"): "same "
-                 "training, with its norms"}  # fmt: skip
+        names = {"original": "original", str(record.get("arm")): "norms removed"}
+        names[str(record.get("baseline_arm"))] = "same training, with its norms"
         rows = {names.get(key, key): values for key, values in (record.get("losses") or {}).items()}
     table = [
         [_plain(name), *(_number(values.get(key)) for key in ("loss", "median", "p99", "p999")),

@@ -54,6 +54,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             same |= file.metadata() or {}
+    if (folder / untrusted.INDEX).is_file():  # which holds the names where there are several files
+        said = untrusted.read_json(folder / untrusted.INDEX).get("metadata") or {}
+        same |= {name: kept for name, kept in said.items() if isinstance(kept, str)}
     return state | {name: state[kept] for name, kept in same.items() if kept in state and name not in state}
 
 

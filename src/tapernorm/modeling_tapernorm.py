@@ -120,11 +120,15 @@ class ModelMixin(_ModelBase):
         whole = cls.__name__ in (model.config.architectures or ())
         missing = sorted(name for name in info["missing_keys"] if whole or is_in_norm(model, name))
         odd = sorted(info["unexpected_keys"]) if whole else []
-        if missing or odd:
-            what = f"{missing[0]} is missing" if missing else f"there is no place for {odd[0]}"
+        if missing:
             raise ValueError(
-                f"{model.name_or_path}: config.json and the weights beside it are not of one model: {what}, of "
-                f"{len(missing or odd)}"
+                f"{model.name_or_path}: {len(missing)} weights of {cls.__name__} are missing from it, such as "
+                f"{missing[0]}; config.json and the weights beside it are not of one model"
+            )
+        if odd:
+            raise ValueError(
+                f"{model.name_or_path}: config.json knows no place for {len(odd)} of the weights beside it, such as "
+                f"{odd[0]}: the two are not of one model"
             )
         return (model, info) if output_loading_info else model
 
