@@ -243,6 +243,8 @@ def _open_staging(staging: Path, fingerprint: str) -> set[str]:
     """Make the unfinished folder, or go on with it; returns the shards in it that are whole."""
     try:
         if json.loads((staging / _STATE).read_text(encoding="utf-8"))["fingerprint"] == fingerprint:
+            for path in staging.glob(".*.partial"):  # what a kill has left of a file
+                path.unlink()
             return {path.name for path in staging.glob("model*.safetensors")}
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -268,6 +270,9 @@ def _write_rest(source: Path, staging: Path, config: Any, model: Any, plan: Plan
         (staging / untrusted.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     folded = changed_config(model, layout_of(model), tapered=None)
     folded.dtype = config.dtype
+    for part in getattr(config, "sub_configs", {}):  # the skeleton has set those of its parts, too
+        if hasattr(getattr(config, part, None), "dtype"):
+            getattr(folded, part).dtype = getattr(config, part).dtype
     folded.save_pretrained(staging)
     shutil.copyfile(modeling.__file__, staging / Path(modeling.__file__).name)
     for path in sorted(source.iterdir()):
