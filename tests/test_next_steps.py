@@ -33,7 +33,7 @@ def load(made):
 @FAMILY
 @pytest.mark.parametrize(
     "how",
-    [{"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True, "top_k": 20}],
+    [{"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True, "top_k": 20, "temperature": 20.0}],
     ids=["greedy", "beams", "sampling"],
 )
 def test_generate(family, how, load):
@@ -178,7 +178,7 @@ def test_what_an_engine_reads_in_the_folder(family, made):
     assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} <= values["auto_map"].keys()
     model = AutoModelForCausalLM.from_pretrained(made / family)
     body = transformers.AutoModel.from_pretrained(made / family)
-    assert type(body).__name__ == type(model.base_model).__name__
+    assert type(body).__name__ == "TaperNorm" + type(model.base_model).__name__
     names = {name for name, _ in model.named_modules()}
     from tapernorm.modeling_tapernorm import name_pattern
 

@@ -307,7 +307,7 @@ from tapernorm import shards
 started = time.perf_counter()
 report = shards.fold_folder(sys.argv[1], sys.argv[2])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"seconds": time.perf_counter() - started, "peak": peak, "rows": report.rows_checked}))
+print(json.dumps({"seconds": time.perf_counter() - started, "peak": peak, "rows": report.rows_checked, "cpu": time.process_time()}))
 """
 
 
@@ -328,6 +328,7 @@ def measured(root, gigabytes, shards_of):
     out = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert out.returncode == 0, out.stderr[-2000:]
     found = json.loads(out.stdout.splitlines()[-1])
+    print(f"of the process: {found}")
     return found["seconds"], copying, found["peak"], total, largest
 
 
