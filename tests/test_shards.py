@@ -307,7 +307,8 @@ from tapernorm import shards
 started = time.perf_counter()
 report = shards.fold_folder(sys.argv[1], sys.argv[2])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"seconds": time.perf_counter() - started, "peak": peak, "rows": report.rows_checked, "cpu": time.process_time()}))
+seconds, cpu = time.perf_counter() - started, time.process_time()
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "rows": report.rows_checked}))
 """
 
 

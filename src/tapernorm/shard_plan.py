@@ -28,9 +28,10 @@ log = logging.getLogger(__name__)
 
 NUMBERS = 1 << 18  # in flight: 2 MB in float64, which a processor's cache holds
 _LARGEST_SLICE = 1 << 26  # numbers that cannot be cut further, 512 MB in float64
-# W β̃ is taken of so many numbers at once, because BLAS adds up the rows of a part in another order than those of the
-# whole: only in a larger weight of a float64 model may the last bit differ from what `fold_` makes.
-_PRODUCT = 1 << 24
+# W β̃, and means down the columns of a Conv1D, are taken of so many numbers at once: a part is added up in another order
+# than the whole, so in a weight with more of them the last bit of float64 may differ from what `fold_` makes, before it
+# is rounded to the weight's dtype.
+_AT_ONCE = 1 << 24
 _ROWS = 4  # of every scaled weight that are looked at again
 
 
@@ -169,7 +170,8 @@ class Plan:
         smallest = math.prod(shape[axis] for axis in whole)
         if smallest > _LARGEST_SLICE:
             raise FoldError(f"{weight}: {smallest:,} numbers of it are needed at a time; fold it in memory, with fold_")
-        return parts(shape, whole, NUMBERS)
+        upright = any(axis != len(shape) - 1 for axis in whole)
+        return parts(shape, whole, _AT_ONCE if upright else NUMBERS)
 
     def scaled(self, weight: str, index: Index, upto: Step | None = None) -> Tensor:
         """A part of a folded weight, in its dtype; or in float64 as it is before the step `upto`."""
@@ -190,7 +192,7 @@ class Plan:
             assert step.branch.bias is not None
             shape = self._source(weight).shape
             out = torch.empty([n for axis, n in enumerate(shape) if axis != step.axis], dtype=torch.float64)
-            for index in parts(shape, {s.axis for s in self.steps[weight] if s.needs_all}, _PRODUCT):
+            for index in parts(shape, {s.axis for s in self.steps[weight] if s.needs_all}, _AT_ONCE):
                 w = self.scaled(weight, index, upto=step).movedim(step.axis, -1)
                 out[tuple(part for axis, part in enumerate(index) if axis != step.axis)] = w @ step.branch.bias
             self._shifts[key] = step.factor * out
