@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -300,13 +301,14 @@ def large(folder, gigabytes, shards_of=1 << 30):
 
 
 MEASURE = """
-import json, resource, sys, time
+import json, sys, time
 import torch
 torch.set_num_threads(1)
 from tapernorm import shards
 started = time.perf_counter()
 report = shards.fold_folder(sys.argv[1], sys.argv[2])
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with open("/proc/self/status") as file:  # ru_maxrss would be that of the parent, too
+    peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 seconds, cpu = time.perf_counter() - started, time.process_time()
 print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "rows": report.rows_checked}))
 """
@@ -341,7 +343,9 @@ def test_six_gigabytes(tmp_path):
     assert seconds < 2 * copying
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_memory_stays_small(tmp_path):
-    """400 MB in shards of 100: the peak is that of Python, torch and transformers, and a little."""
+    """A checkpoint of half a gigabyte: the peak is that of Python, torch and transformers, and a little."""
     _, _, peak, total, largest = measured(tmp_path, 0.3, 100 << 20)
-    assert total > 4e8 and peak < largest + 1e9
+    print(f"peak {peak / 1e9:.2f} GB")
+    assert total > 4e8 and largest > 1e8 and peak < 1e9

@@ -164,7 +164,7 @@ def _losses(record: Mapping[str, Any]) -> tuple[list[list[str]], str]:
     else:
         names = {"original": "original", str(record.get("arm")): "norms removed"}
         names[str(record.get("baseline_arm"))] = "same training, with its norms"
-        rows = {names.get(key, key): values for key, values in (record.get("losses") or {}).items()}
+        rows = {names.get(str(key), str(key)): values for key, values in (record.get("losses") or {}).items()}
     table = [
         [_plain(name), *(_number(values.get(key)) for key in ("loss", "median", "p99", "p999")),
          f"{values['tokens']:,}" if values.get("tokens") else "–"]
