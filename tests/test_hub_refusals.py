@@ -78,7 +78,7 @@ def test_sources_that_are_no_model(tmp_path, monkeypatch):
         write(tmp_path / "typeless", config="{}"): "not a model that can be loaded",
         write(tmp_path / "unknown", config='{"model_type": "nonesuch"}'): "unknown model type 'nonesuch'",
         write(tmp_path / "ours", config='{"model_type": "tapernorm_nonesuch"}'): "unknown model type 'tapernorm_non",
-        write(tmp_path / "broken", config="{"): "not a model that can be loaded",
+        write(tmp_path / "broken", config="{"): "is not sound JSON",
         write(tmp_path / "bare", config=tiny("llama").config.to_json_string()): "not a model that can be loaded",
         tmp_path / "broken" / "config.json": r"cannot read a \.json file",
         tmp_path / "model.gguf": "no such file or folder",

@@ -32,6 +32,7 @@ _WHERE = {
     "from_pretrained": "hub",
     "get_controller": "convert",
     "load_checkpoint": "checkpoint",
+    "push_to_hub": "hub",
     "remove_": "remove",
     "restore_": "convert",
     "save_checkpoint": "checkpoint",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from tapernorm.fold import fold_ as fold_
     from tapernorm.guard import GuardStop as GuardStop
     from tapernorm.hub import from_pretrained as from_pretrained
+    from tapernorm.hub import push_to_hub as push_to_hub
     from tapernorm.hub import save_pretrained as save_pretrained
     from tapernorm.modules import TaperNorm as TaperNorm
     from tapernorm.prefix import find_prefix as find_prefix

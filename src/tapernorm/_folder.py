@@ -18,6 +18,21 @@ _OWN_FILES = re.compile(
     r"merges\.txt|vocab\.txt|[\w.]+\.model|chat_template\.(jinja|json)|additional_chat_templates"
 )
 
+CARD = "README.md"
+CARD_MARK = "This card was written by tapernorm. Without this line it is yours, and is not written over."
+
+
+def is_own_card(path: Path) -> bool:
+    """Whether a README.md is one that `tapernorm.card` wrote."""
+    try:
+        return CARD_MARK in path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+
+
+def _is_own(path: Path) -> bool:
+    return is_own_card(path) if path.name == CARD else _OWN_FILES.fullmatch(path.name) is not None
+
 
 def refuse_occupied(target: Path, overwrite: bool) -> None:
     """Raises ValueError for a file, and for a folder with anything that no earlier save wrote."""
@@ -26,7 +41,7 @@ def refuse_occupied(target: Path, overwrite: bool) -> None:
     entries = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
     if not entries or overwrite:
         return
-    foreign = [name for name in entries if not _OWN_FILES.fullmatch(name)]
+    foreign = [name for name in entries if not _is_own(target / name)]
     if foreign or not model_type(target).startswith(_TYPE_PREFIX):
         found = ", ".join((foreign or entries)[:3])
         raise ValueError(
@@ -47,21 +62,39 @@ def model_type(folder: Path) -> str:
 def staged(target: Path) -> Iterator[Path]:
     """An empty folder beside `target`, which takes its place when the block ends, and is removed when it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:8]
-    staging, old = (target.parent / f".{target.name}.{token}.{state}" for state in ("partial", "old"))
+    staging = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     staging.mkdir()
     try:
         yield staging
+        take_place(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def take_place(staging: Path, target: Path) -> None:
+    """Rename a finished folder to `target`, whose own files go; what is not a model's is the user's, and stays."""
+    old = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.old"
+    try:
         if target.exists():
             target.rename(old)
         staging.rename(target)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
         if old.exists() and not target.exists():
             old.rename(target)
         raise
     if old.exists():
-        for path in old.iterdir():  # what is not a model's is the user's, and stays
-            if not _OWN_FILES.fullmatch(path.name) and not (target / path.name).exists():
-                path.rename(target / path.name)
+        for path in old.iterdir():
+            if not _is_own(path) and (path.name == CARD or not (target / path.name).exists()):
+                path.replace(target / path.name)
         shutil.rmtree(old)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a model folder holds weights or says where they are."""
+    return re.fullmatch(r"(model(-\d+-of-\d+)?|taper)\.safetensors(\.index\.json)?", name) is not None
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a save may have written a file of this name."""
+    return _OWN_FILES.fullmatch(name) is not None

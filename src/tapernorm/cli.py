@@ -240,21 +240,25 @@ def _run(options: dict[str, Any], kind: str) -> None:
 
 @app.command()
 def fold(
-    model: o.Model, out: o.Out, overwrite: o.Overwrite = False, as_json: o.Json = False, config: o.Config = None
+    model: o.Model,
+    out: o.Out,
+    stream: Annotated[
+        bool | None, typer.Option(help="From disk to disk, not in memory. Default: where the weights are in shards.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="After a stream, load both models and compare.")] = False,
+    overwrite: o.Overwrite = False,
+    as_json: o.Json = False,
+    config: o.Config = None,
 ) -> None:
-    """Fold a tapered model whose gate is 0, and write the norm-free one."""
-    from tapernorm import fold_, from_pretrained, save_pretrained
+    """Fold a tapered model whose gate is 0, and write the norm-free one.
 
+    A checkpoint in several files is folded shard by shard, in little memory; what was stopped goes on with the same
+    command.
+    """
     _refuse_occupied(out, overwrite)
-    loaded, tokenizer = from_pretrained(model)
-    report = fold_(loaded)
-    save_pretrained(loaded, out, tokenizer=tokenizer, overwrite=overwrite)
-    if as_json:
-        return _print_json({"out": out, "fold": report.to_dict()})
-    print(f"{len(report.folded)} norms folded, {len(report.kept)} kept")
-    print(f"largest logit error {report.max_abs_logit_error:.2e} ({report.relative_error:.1e} of the largest logit)")
-    print(f"norm-free model: {out}")
-    return None
+    from tapernorm.commands import fold_model
+
+    fold_model(model, out, stream, compare, overwrite, as_json)
 
 
 @app.command()

@@ -51,6 +51,38 @@ def remove_norms(options: dict[str, Any]) -> None:
         raise typer.Exit(NUMERICAL)
 
 
+def fold_model(model: str, out: str, stream: bool | None, compare: bool, overwrite: bool, as_json: bool) -> None:
+    """`fold`: in memory and compared with the unfolded model, or from disk to disk."""
+    from tapernorm import card, fold_, save_pretrained, shards
+
+    streamed = shards.is_sharded(model) if stream is None else stream
+    if compare and not streamed:
+        raise ValueError(
+            "--compare is for a fold from disk to disk (--stream); in memory the models are compared always"
+        )
+    if streamed:
+        report: Any = shards.fold_folder(model, out, overwrite=overwrite, compare=compare)
+    else:
+        loaded, tokenizer = from_pretrained(model)
+        report = fold_(loaded)
+        save_pretrained(loaded, out, tokenizer=tokenizer, overwrite=overwrite)
+        card.write_card(out, {"fold": report.to_dict()})
+    if as_json:
+        return print_json({"out": out, "fold": report.to_dict()})
+    print(f"{len(report.folded)} norms folded, {len(report.kept)} kept")
+    if streamed:
+        print(f"{report.shards} files, {report.bytes_written / 1e9:.2f} GB, {report.seconds:.0f} s", end="")
+        print(f" ({report.resumed} of them were there already)" if report.resumed else "")
+        print(f"{report.rows_checked} rows read again, largest error {report.row_error:.1e} of the row")
+    if report.max_abs_logit_error is None:
+        print("not compared with the unfolded model: --compare loads both, one after the other")
+    else:
+        error, relative = report.max_abs_logit_error, report.relative_error
+        print(f"largest logit error {error:.2e} ({relative:.1e} of the largest logit)")
+    print(f"norm-free model: {out}")
+    return None
+
+
 def time_decoding(
     model: str, arm: str, sizes: list[int], new_tokens: int, rounds: int, csv: Path | None, as_json: bool
 ) -> None:

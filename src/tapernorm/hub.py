@@ -13,29 +13,31 @@ Folders are written beside their place and renamed, so an interrupted save leave
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from huggingface_hub import HfApi, save_torch_state_dict
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from tapernorm import _folder, gguf_file, llama2c
+from tapernorm import _folder, card, gguf_file, llama2c, untrusted
 from tapernorm import modeling_tapernorm as modeling
-from tapernorm.config import TaperConfig
-from tapernorm.convert import get_controller, taper_
-from tapernorm.layout import changed_config, layout_of, stock_config
+from tapernorm.convert import get_controller
+from tapernorm.half_tapered import half_tapered, read_taper_state, read_weights, write_taper_state
+from tapernorm.layout import changed_config, layout_of
+from tapernorm.untrusted import explained
+
+__all__ = [
+    "from_pretrained", "push_to_hub", "read_taper_state", "read_weights", "save_pretrained", "skeleton",
+    "write_taper_state",
+]  # fmt: skip
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = (
@@ -53,6 +55,7 @@ def save_pretrained(
     tokenizer: Any = None,
     overwrite: bool = False,
     state_dict: dict[str, torch.Tensor] | None = None,
+    max_shard_size: int | str = "5GB",
 ) -> None:
     """Write a stock, tapered or folded model, and its tokenizer, into a folder that loads as the same model.
 
@@ -62,6 +65,7 @@ def save_pretrained(
         tokenizer: written beside the model when given.
         overwrite: replace the model in any other folder, too. Files that belong to no model stay in it.
         state_dict: whole tensors of a tapered model whose own are sharded over processes.
+        max_shard_size: of a file of weights, as a number of bytes or as text ("5GB").
 
     Raises:
         ValueError: the folder holds something else and `overwrite` is false; the model is not a transformers model,
@@ -75,16 +79,55 @@ def save_pretrained(
     fields = layout_of(model)
     with _folder.staged(target) as staging:
         if controller is not None:
-            _write_tapered(model, fields, controller, staging, state_dict)
+            _write_tapered(model, fields, controller, staging, state_dict, max_shard_size)
         elif any(fields.values()):
-            _write_norm_free(model, fields, staging)
+            _write_norm_free(model, fields, staging, max_shard_size)
+            card.write_card(staging, name=_origin(model), place=target.name)
         else:
-            model.save_pretrained(staging)
+            model.save_pretrained(staging, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
 
 
-def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Path) -> None:
+def push_to_hub(
+    model: PreTrainedModel | str | os.PathLike[str],
+    repository: str,
+    tokenizer: Any = None,
+    private: bool | None = None,
+    token: str | None = None,
+) -> str:
+    """Put a model, or a folder that `save_pretrained` wrote, on the hub, card included; returns its address there.
+
+    A README.md that the repository has already, and that this library did not write, stays.
+
+    Raises:
+        ValueError: as `save_pretrained`; or the folder holds no config.json.
+    """
+    if isinstance(model, PreTrainedModel):
+        with tempfile.TemporaryDirectory(prefix="tapernorm-") as place:
+            folder = Path(place) / repository.rpartition("/")[2]
+            save_pretrained(model, folder, tokenizer=tokenizer)
+            return push_to_hub(folder, repository, private=private, token=token)
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a model folder: there is no config.json in it")
+    api = HfApi(token=token)
+    name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+    theirs = api.file_exists(name, _folder.CARD) and not _folder.is_own_card(
+        Path(api.hf_hub_download(name, "README.md"))
+    )
+    skipped = [_folder.CARD] if theirs else []
+    return str(
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=skipped, commit_message="Upload model")
+    )
+
+
+def _origin(model: PreTrainedModel) -> str:
+    """Where the model was loaded from, for its card; nothing for one that was made here, or had lost norms there."""
+    return "" if isinstance(model, modeling.ModelMixin) else str(getattr(model.config, "_name_or_path", "") or "")
+
+
+def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Path, max_shard_size: int | str) -> None:
     config = changed_config(model, fields, tapered=None)
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
@@ -94,7 +137,7 @@ def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Pat
     twin.tie_weights()
     if model.can_generate():
         twin.generation_config = model.generation_config
-    twin.save_pretrained(folder)
+    twin.save_pretrained(folder, max_shard_size=max_shard_size)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
 
 
@@ -104,6 +147,7 @@ def _write_tapered(
     controller: Any,
     folder: Path,
     state_dict: dict[str, torch.Tensor] | None,
+    max_shard_size: int | str,
 ) -> None:
     config = changed_config(model, fields, tapered=controller.config.to_dict())
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -111,18 +155,9 @@ def _write_tapered(
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     # Of tensors that are one, one is written and the other named.
-    save_torch_state_dict(state_dict or model.state_dict(), folder)
+    save_torch_state_dict(state_dict or model.state_dict(), folder, max_shard_size=max_shard_size)
     shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
     write_taper_state(controller, folder)
-
-
-def write_taper_state(controller: Any, folder: Path) -> None:
-    """The controller's state into taper.safetensors and taper.json; `read_taper_state` is the inverse."""
-    state = controller.state_dict()
-    tensors = {k: v.detach().cpu().clone().contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    save_file(tensors, folder / "taper.safetensors")
-    scalars = {k: v for k, v in state.items() if k not in tensors}
-    (folder / "taper.json").write_text(json.dumps(scalars, indent=2) + "\n", encoding="utf-8")
 
 
 # Reading
@@ -156,13 +191,13 @@ def from_pretrained(
         model, tokenizer = _from_llama2c(path, wanted) if path.suffix == ".bin" else _from_gguf(path, wanted)
     else:
         place = _place(source)
-        with _explained(place):
-            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-        if getattr(config, "tapered", None) is not None:
-            model = _half_tapered(config, place, wanted)
-        else:
-            model = _whole(config, place, wanted, trust_remote_code)
-        tokenizer = _tokenizer(place, trust_remote_code)
+        with explained(place):
+            config = _checked_config(place, trust_remote_code)
+            if getattr(config, "tapered", None) is not None:
+                model = half_tapered(config, place, wanted)
+            else:
+                model = _whole(config, place, wanted, trust_remote_code)
+            tokenizer = _tokenizer(place, trust_remote_code)
     if device is not None:
         model = model.to(device)
     return model.eval(), tokenizer
@@ -177,14 +212,40 @@ def skeleton(source: str | os.PathLike[str]) -> Any:
     if _file(source) is not None:
         return None
     place = _place(source)
-    with _explained(place):
-        config = copy.deepcopy(AutoConfig.from_pretrained(place))
-        if getattr(config, "tapered", None) is not None:  # its norms are still there
-            config.tapered = None
-        model_class = _model_class(config)
-        build = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
-        with torch.device("meta"):
-            return build(config, dtype=torch.bfloat16).eval()
+    with explained(place):
+        if Path(place).is_dir():
+            untrusted.check_folder(Path(place))
+        return skeleton_of(AutoConfig.from_pretrained(place, trust_remote_code=False))
+
+
+def skeleton_of(config: Any) -> Any:
+    """The model that a config describes, on the meta device; a half-tapered one with its norms."""
+    config = copy.deepcopy(config)
+    if getattr(config, "tapered", None) is not None:  # its norms are still there
+        config.tapered = None
+    model_class = _model_class(config)
+    build = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
+    with torch.device("meta"):
+        return build(config, dtype=torch.bfloat16).eval()
+
+
+def _checked_config(place: str, trust_remote_code: bool) -> Any:
+    """The config of a folder or hub id. What a folder says of itself is checked, before memory is given to it."""
+    folder = Path(place)
+    if not folder.is_dir():
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        untrusted.check_config(Path(place) / "config.json", config.to_dict())
+        return config
+    values = untrusted.check_folder(folder)
+    quantized = values.get("quantization_config") is not None
+    found = untrusted.headers(folder, quantized)
+    if found:
+        untrusted.check_layers(folder / "config.json", values, len(found))
+    config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    known = type(config).__module__.partition(".")[0] in ("transformers", "tapernorm")  # not code from the folder
+    if found and known and not quantized:
+        untrusted.check_size(folder, skeleton_of(config), found)
+    return config
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -219,35 +280,6 @@ def _place(source: str | os.PathLike[str]) -> str:
     return text
 
 
-@contextlib.contextmanager
-def _explained(place: str) -> Iterator[None]:
-    """Whatever transformers and the hub raise about a checkpoint becomes one ValueError."""
-    try:
-        yield
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
-        raise  # not about the checkpoint, and clear enough
-    except Exception as error:
-        raise ValueError(f"{place}: {_reason(place, error)}") from error
-
-
-def _reason(place: str, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if Path(place).is_dir():
-        if "does not recognize this architecture" in lines[0]:
-            return f"unknown model type {_folder.model_type(Path(place))!r}; a newer transformers may know it"
-        if "trust_remote_code" in str(error):
-            return "the model needs code from its own folder; read it, then pass trust_remote_code=True"
-        return f"not a model that can be loaded: {lines[0]}"
-    if "trust_remote_code" in str(error):
-        return "the model needs code from its own repository; read it, then pass trust_remote_code=True"
-    if isinstance(error, OSError):
-        return (
-            "neither a folder here nor loadable from the hub (no such repository, a private one, or no connection); "
-            f"check the name, or download the model and pass its local folder [{lines[0]}]"
-        )
-    return f"not a model that can be loaded: {lines[0]}"
-
-
 def _model_class(config: Any) -> Any:
     """The class that the checkpoint names; the causal language model when it names none, or a stock body without
     head (as many a hub repository of whole models does)."""
@@ -267,11 +299,11 @@ def _whole(config: Any, place: str, dtype: torch.dtype | None, trust_remote_code
     model_class = _model_class(config)
     autos = (AutoModel, AutoModelForCausalLM)
     trusted = {"trust_remote_code": trust_remote_code} if model_class in autos else {}
-    with _explained(place):
-        # The class reads config.json again: the config above bears traces of the Auto class.
-        loaded: Any = model_class.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **trusted)
+    # The class reads config.json again: the config above bears traces of the Auto class.
+    loaded: Any = model_class.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **trusted)
     model, info = loaded
     _refuse_missing(place, model, info)
+    _refuse_unexpected(place, model, info)
     return model
 
 
@@ -285,56 +317,26 @@ def _refuse_missing(place: str, model: Any, info: dict[str, Any]) -> None:
         )
 
 
-def _half_tapered(config: Any, place: str, dtype: torch.dtype | None) -> Any:
-    config = copy.deepcopy(config)
-    taper_config, config.tapered = TaperConfig.from_dict(config.tapered), None
-    model_class = modeling.get_class(config.architectures[0])
-    if not any(getattr(config, field) for field in modeling.FIELDS if field != "tapered"):
-        model_class, config = model_class.stock_class, stock_config(config)
-    model = model_class._from_config(config, dtype=dtype or config.dtype)
-    controller = taper_(model, taper_config)
-    folder = Path(place) if Path(place).is_dir() else _download(place)
-    with _explained(place):
-        model.load_state_dict(read_weights(folder), strict=True)
-        controller.load_state_dict(read_taper_state(folder))
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
-
-
-def read_taper_state(folder: Path) -> dict[str, Any]:
-    """The controller's state in a half-tapered folder: tensors from taper.safetensors, numbers from taper.json."""
-    return load_file(folder / "taper.safetensors") | json.loads((folder / "taper.json").read_text(encoding="utf-8"))
-
-
-def _download(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with _explained(repository):
-        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors"]))
-
-
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The state dict in model*.safetensors, with the names of tensors that were one with another's."""
-    state: dict[str, torch.Tensor] = {}
-    same: dict[str, str] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            same |= file.metadata() or {}
-    return state | {name: state[kept] for name, kept in same.items() if kept in state and name not in state}
+def _refuse_unexpected(place: str, model: Any, info: dict[str, Any]) -> None:
+    """transformers leaves out weights that the config knows no place for, and only warns. In a folder of this
+    library every weight has its place; in others there may be more, but no bias for a layer that has none."""
+    odd = sorted(info["unexpected_keys"])
+    if not isinstance(model, modeling.ModelMixin):
+        modules = dict(model.named_modules())
+        places = {name: name.rpartition(".") for name in odd}
+        odd = [n for n, (owner, _, leaf) in places.items() if getattr(modules.get(owner), leaf, 0) is None]
+    if odd:
+        raise ValueError(
+            f"{place}: config.json knows no place for {len(odd)} of the weights beside it, such as {odd[0]}: the two "
+            "are not of one model"
+        )
 
 
 def _tokenizer(place: str, trust_remote_code: bool) -> Any:
-    found = False
-    for name in _TOKENIZER_FILES:
-        with _explained(place):
-            quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-            found = found or cached_file(place, name, **quiet) is not None
-    if not found:
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if all(cached_file(place, name, **quiet) is None for name in _TOKENIZER_FILES):
         return None
-    with _explained(place):
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
 
 
 def _from_llama2c(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
@@ -345,7 +347,7 @@ def _from_llama2c(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
 
 def _from_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     gguf_file.require_package(path)
-    with _explained(str(path)):
+    with explained(str(path)):
         model, tokenizer, info = gguf_file.load(path, dtype)
     _refuse_missing(str(path), model, info)
     return model, tokenizer

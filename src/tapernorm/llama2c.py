@@ -18,6 +18,7 @@ llama2.c turns neighbouring pairs (2i, 2i + 1) of a query or key by the rotary a
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def load_model(path: str | Path) -> LlamaForCausalLM:
     path = Path(path)
     version, header, tied, start = _read_header(path)
     layout = _layout(version, header, tied)
-    count = sum(int(np.prod(shape)) for _, shape in layout)
+    count = sum(math.prod(shape) for _, shape in layout)
     size = path.stat().st_size
     if size != start + 4 * count:
         shown = ", ".join(f"{k} {v}" for k, v in header.items())
@@ -65,7 +66,7 @@ def load_model(path: str | Path) -> LlamaForCausalLM:
         )
     values, tensors, offset = np.memmap(path, dtype="<f4", mode="r", offset=start), {}, 0
     for name, shape in layout:
-        length = int(np.prod(shape))
+        length = math.prod(shape)
         tensors[name] = torch.from_numpy(np.array(values[offset : offset + length]).reshape(shape))
         offset += length
     if version == 0:

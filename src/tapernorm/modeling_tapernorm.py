@@ -22,7 +22,9 @@ a sentence where the stock config wants a number (the norms' epsilon), and the n
 import functools
 import json
 import re
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -59,6 +61,11 @@ def name_pattern(name):
 def starred(name):
     """`model.layers.3.mlp` -> `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|\Z)", ".*", name)
+
+
+def is_in_norm(model, name):
+    """Whether a parameter belongs to a norm."""
+    return "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
 
 
 class ConfigMixin(_ConfigBase):
@@ -101,14 +108,50 @@ class ModelMixin(_ModelBase):
         super().__init__(config, *args, **kwargs)
         self._apply_layout(config)
 
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
+        """As the stock method; but what it would only warn of is an error: norms that grow back where the folder has
+        none, and, for the class that was saved, any weight too few or too many.
+
+        Raises:
+            ValueError: config.json and the weights beside it are not of one model.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        whole = cls.__name__ in (model.config.architectures or ())
+        missing = sorted(name for name in info["missing_keys"] if whole or is_in_norm(model, name))
+        odd = sorted(info["unexpected_keys"]) if whole else []
+        if missing:
+            raise ValueError(
+                f"{model.name_or_path}: {len(missing)} weights of {cls.__name__} are missing from it, such as "
+                f"{missing[0]}; config.json and the weights beside it are not of one model"
+            )
+        if odd:
+            raise ValueError(
+                f"{model.name_or_path}: config.json knows no place for {len(odd)} of the weights beside it, such as "
+                f"{odd[0]}: the two are not of one model"
+            )
+        return (model, info) if output_loading_info else model
+
+    def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
+        """What `push_to_hub` calls last: a card that transformers made up gives way to that of the model's folder."""
+        own, made = (Path(place) / "README.md" for place in (self.name_or_path, working_dir))
+        if own.is_file() and made.is_file() and "automatically generated" in made.read_text(encoding="utf-8"):
+            shutil.copyfile(own, made)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
     def _apply_layout(self, config):
         gone = self._find_all(config, config.removed_norms)
         if config.removed_norms and not gone:
             raise ValueError(f"{type(self).__name__}: none of its modules is in the config's removed_norms")
         for name in gone:
+            kind = type(self.get_submodule(name)).__name__
+            if "norm" not in kind.lower() and kind != "Identity":  # the body, which is built first, has taken it out
+                raise ValueError(f"{name}, which the config's removed_norms names, is no norm but a {kind}")
             self.set_submodule(name, nn.Identity())
         for name in self._find_all(config, config.added_biases):
             linear = self.get_submodule(name)
+            if not hasattr(linear, "bias") or not isinstance(getattr(linear, "weight", 0), nn.Parameter):
+                raise ValueError(f"{name}, which the config's added_biases names, takes no bias")
             linear.bias = nn.Parameter(linear.weight.new_zeros(linear.weight.shape[0]))
         if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
             stars = {starred(name) for name in gone}

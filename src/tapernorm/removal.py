@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapernorm import bench, data, hub
+from tapernorm import bench, card, data, hub
 from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig, read_prefix
 from tapernorm.convert import choose
@@ -151,6 +151,7 @@ def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
     prompt = run.record["samples"][0]["prompt"]
     run.update(generate_command=f"tapernorm generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}")
     run.update(failed=failures(run.record), status="done")
+    card.write_card(folder, run.record)
     run.update(report=str(write_report(run.folder)))
     if config.csv:
         bench.append_csv(Path(config.csv), [csv_row(run.record)])

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tapernorm import bench, hub
+from tapernorm import bench, card, hub
 from tapernorm.config import RunConfig
 from tapernorm.convert import taper_
 from tapernorm.fold import fold_
@@ -178,3 +178,4 @@ def _finish(run: Run[RunConfig], material: Material, unfolded: Any) -> None:
     run.update(bench={"rows": rows}, samples=[{"prompt": prompt, "text": text} for prompt, text in samples])
     prompt = samples[0][0]
     run.update(generate_command=f"tapernorm generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}")
+    card.write_card(folder, run.record)
