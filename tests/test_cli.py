@@ -96,7 +96,19 @@ def test_help_is_quick_and_loads_neither_torch_nor_transformers() -> None:
 
 def test_version_and_every_command_has_help(call: Call) -> None:
     assert call("--version")[1].strip() == f"tapernorm {tn.__version__}"
-    for command in ("inspect", "remove", "taper", "pretrain", "fold", "verify", "eval", "bench", "generate", "report"):
+    for command in (
+        "inspect",
+        "remove",
+        "taper",
+        "pretrain",
+        "fold",
+        "verify",
+        "eval",
+        "bench",
+        "export",
+        "generate",
+        "report",
+    ):
         code, out, _ = call(command, "--help")
         assert code == 0 and "Usage:" in out
 

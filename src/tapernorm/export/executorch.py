@@ -58,8 +58,8 @@ def write(
         ExportError: the program is not the same function.
     """
     require("executorch", extra="executorch")
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # type: ignore[import-not-found]
+    from executorch.exir import to_edge_transform_and_lower  # type: ignore[import-not-found]
 
     if not is_decoder(model):
         raise ValueError(f"{type(model).__name__} is no causal language model; --format pt2 takes it")
@@ -89,7 +89,7 @@ def write(
 
 
 def _difference(model: Any, path: Path, ids: Tensor) -> float:
-    from executorch.runtime import Runtime
+    from executorch.runtime import Runtime  # type: ignore[import-not-found]
 
     method: Any = Runtime.get().load_program(path).load_method("forward")
     made = [method.execute([ids[:, i : i + 1].contiguous(), torch.tensor([i])])[0].clone() for i in range(ids.shape[1])]

@@ -334,8 +334,8 @@ def _build(
 @functools.cache
 def _class() -> Any:
     """The subclass of HookedTransformer, made when it is first needed."""
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
+    from transformer_lens import HookedTransformer, HookedTransformerConfig  # type: ignore[import-not-found]
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache  # type: ignore[import-not-found]
 
     known = {field.name for field in dataclasses.fields(HookedTransformerConfig)}
 
