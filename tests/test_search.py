@@ -134,6 +134,9 @@ def test_a_fast_branch_needs_its_norm_before_the_last_site_where_a_token_stands_
     costs = {name: 1.0 + number for number, name in enumerate([*mlp, *attention])}
     search.stands_out = dict.fromkeys(search.norms, 1.4)
     assert search.order(costs) == [mlp[0], mlp[2], mlp[4], *attention]
+    cheap = costs | {mlp[1]: 0.5, mlp[3]: 0.5}
+    assert search.order(cheap) == [mlp[1], mlp[3], mlp[5], *attention]
+    assert search.order({k: v for k, v in cheap.items() if k != mlp[1]}) == [mlp[0], mlp[2], mlp[4], *attention]
     search.stands_out[attention[3]] = 2.1
     assert search.order(costs) == [mlp[3], mlp[5], *attention]
     search.stands_out[mlp[5]] = 2.1

@@ -197,22 +197,16 @@ class Search:
 
     def order(self, costs: dict[str, float]) -> list[str]:
         """Norms from the cheapest on, less those of branches that grow fast and need theirs: where a token stands out,
-        here or at any later norm, and nearer than `APART` blocks to another one. Between them a token that drifts meets
-        norms, which take back what the last one made of it."""
+        here or at any later norm, and in all but one block of `APART`. Between them a token that drifts meets norms,
+        which take back what the last one made of it."""
         names = list(self.norms)
-        taken: list[int] = []
-        chosen: list[str] = []
-        for name in sorted(costs, key=lambda name: costs[name]):
-            block = self.chain.block_of(name) or 0
-            if self._grows_fast(name):
-                later = names[names.index(name) :]
-                if max(self.stands_out.get(each, 1.0) for each in later) > self.UNIFORM:
-                    continue
-                if any(abs(block - other) < self.APART for other in taken):
-                    continue
-                taken.append(block)
-            chosen.append(name)
-        return chosen
+        rows: dict[int, list[str]] = {}  # of fast branches, by where in `APART` blocks they are
+        for name in filter(self._grows_fast, costs):
+            if max(self.stands_out.get(later, 1.0) for later in names[names.index(name) :]) <= self.UNIFORM:
+                rows.setdefault((self.chain.block_of(name) or 0) % self.APART, []).append(name)
+        longest = max(rows.values(), key=lambda row: (len(row), -sum(costs[name] for name in row)), default=[])
+        chosen = [name for name in costs if not self._grows_fast(name)] + longest
+        return sorted(chosen, key=lambda name: costs[name])
 
     def remove(self, wanted: set[str]) -> Losses:
         """Remove `wanted` in the order of depth, less those that let a token run away; returns the held-out losses."""
