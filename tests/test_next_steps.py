@@ -1,7 +1,12 @@
 """What people do next with a norm-free model: generate, pipelines, adapters, trainers, compilers, other engines."""
 
 import copy
+import importlib.util
 import json
+import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 import tapernorm as tn
 from folders import FAMILIES, IDS, byte_tokenizer, folded_by_hand, logits, names_of_norms
+from tapernorm.logits import token_losses
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 TEXTS = ["a fox and a bear went out", "once there was", "the moon is up", "so they slept"]
@@ -195,3 +201,38 @@ def test_what_an_engine_reads_in_the_folder(family, made):
         assert any(name_pattern(rule).match(name) for name in names), rule
     assert body.get_input_embeddings() is not None and model.get_output_embeddings() is not None
     assert model.config.vocab_size == 300 and model.config.get_text_config().num_attention_heads == 4
+
+
+@FAMILY
+def test_the_evaluation_harness(family, made, load, tmp_path):
+    """`lm_eval --model hf --model_args pretrained=DIR` on a task of two documents gives the losses that we measure."""
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("lm_eval is not installed")
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:2]), encoding="utf-8")
+    task = {
+        "task": "two_documents", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(documents)}},
+        "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }  # fmt: skip
+    (tmp_path / "two_documents.yaml").write_text(json.dumps(task), encoding="utf-8")
+    arguments = f"pretrained={made / family},trust_remote_code=True,dtype=float32,max_length=64"
+    command = [
+        sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", "two_documents",
+        "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "1", "--output_path", str(tmp_path / "out"),
+        "--trust_remote_code",
+    ]  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (tmp_path / "out").rglob("results*.json")
+    found = json.loads(results.read_text(encoding="utf-8"))["results"]["two_documents"]["bits_per_byte,none"]
+    model, tokenizer = load(family)
+    total = 0.0
+    for text in TEXTS[:2]:
+        # The harness begins each document with the tokenizer's token for that.
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        ids = torch.tensor([[first, *tokenizer(text, add_special_tokens=False).input_ids]])
+        with torch.no_grad():
+            total += float(token_losses(model.float()(input_ids=ids).logits, ids).sum())
+    assert found == pytest.approx(total / math.log(2) / sum(len(text.encode()) for text in TEXTS[:2]), rel=1e-4)
