@@ -161,6 +161,8 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort a process that the interpreter takes down around them
 
 
 if __name__ == "__main__":
