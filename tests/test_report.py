@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from runs import gpt2_run, half_run, llama_run, tail, write_run
-from tapernorm import figures, report
+from tapernorm import canvas, figures, report
 from tapernorm import page as pages
 
 SECTIONS = {
@@ -271,7 +271,7 @@ def test_drawing_leaves_matplotlib_as_it_was():
 
     rows = [{"variant": "stock", "value": 2.0, "shown": "2", "ratio": None}]
     before = dict(matplotlib.rcParams)
-    svg = figures.inline(figures.throughput([("decode", rows)]), "x", "nothing")
+    svg = canvas.inline(figures.throughput([("decode", rows)]), "x", "nothing")
     assert dict(matplotlib.rcParams) == before
     assert svg.count("<svg") == 2
 

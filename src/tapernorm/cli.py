@@ -211,31 +211,9 @@ def _run(options: dict[str, Any], kind: str) -> None:
     if kind == "pretrain" and options["arm"] == "rms":
         options["arm"] = "baseline"
     run_config = RunConfig(kind=kind, **options)  # type: ignore[arg-type]
-    from tapernorm.report import summary_table
-    from tapernorm.runs import execute
+    from tapernorm.commands import train
 
-    record = execute(run_config, overwrite=overwrite, resume=resume)
-    losses, fold = record.get("losses", {}), record.get("fold")
-    before = losses.get("original" if kind == "taper" else record["baseline_arm"], {}).get("loss")
-    after = losses.get(record["arm"] if record["arm"] != "baseline" else record["baseline_arm"], {}).get("loss")
-    if as_json:
-        summary = {
-            "out": record["settings"]["out"],
-            "loss_before": before,
-            "loss_after": after,
-            "loss_normed": losses.get(record["baseline_arm"], {}).get("loss"),
-            "fold": fold,
-            "verify": record.get("verify"),
-            "bench": record.get("bench"),
-            "report": record.get("report"),
-        }
-        _print_json(summary)
-    else:
-        _console().print(summary_table(record))
-        if "generate_command" in record:
-            print(f"\ngenerate text:\n  {record['generate_command']}")
-    if fold is not None and not record["verify"]["passed"]:
-        raise typer.Exit(NUMERICAL)
+    train(run_config, overwrite, resume, as_json)
 
 
 @app.command()
@@ -303,27 +281,9 @@ def verify(
     config: o.Config = None,
 ) -> None:
     """Compare two models: logits, greedy tokens, cached against uncached, loss. Exit code 3 if they differ."""
-    from tapernorm import from_pretrained
-    from tapernorm.commands import blocks_of
-    from tapernorm.sites import context_length
-    from tapernorm.verify import verify as compare
+    from tapernorm.commands import compare
 
-    first, _ = from_pretrained(a)
-    second, tokenizer = from_pretrained(b)
-    length = min(block, context_length(second))
-    ids = blocks_of(second, tokenizer, data, text_column, split, length, blocks)
-    result = compare(first, second, ids)
-    if as_json:
-        _print_json(result.to_dict())
-    else:
-        print(f"largest logit error  {result.max_abs_logit_error:.3e}")
-        print(f"relative error       {result.relative_error:.3e}  (bound {result.bound:.1e})")
-        print(f"greedy tokens equal  {100 * result.greedy_match:.1f} %")
-        print(f"cache agrees         {'yes' if result.cached_match else 'no'}")
-        print(f"loss                 {result.loss_a:.6f}  {result.loss_b:.6f}")
-        print("passed" if result.passed else "FAILED: the models are not the same function")
-    if not result.passed:
-        raise typer.Exit(NUMERICAL)
+    compare(a, b, data, text_column, split, block, blocks, as_json)
 
 
 @app.command(name="eval")
@@ -338,25 +298,9 @@ def evaluate(
     config: o.Config = None,
 ) -> None:
     """The loss of a model on the validation part of a text: mean, median and tail."""
-    from tapernorm import from_pretrained
-    from tapernorm.commands import blocks_of
-    from tapernorm.progress import bar
-    from tapernorm.sites import context_length
-    from tapernorm.verify import evaluate as measure
+    from tapernorm.commands import measure_loss
 
-    loaded, tokenizer = from_pretrained(model)
-    context = context_length(loaded)
-    length = block or min(512, context)
-    if length > context:
-        raise ValueError(f"block={length} is longer than the model's context of {context} tokens")
-    ids = blocks_of(loaded, tokenizer, data, text_column, split, length, max(1, eval_tokens // length))
-    with bar("loss", len(ids) // 8 + 1) as advance:
-        losses = measure(loaded, ids, progress=advance)
-    if as_json:
-        return _print_json(losses.to_dict())
-    for name, value in losses.to_dict().items():
-        print(f"{name:11s} {value:.4f}" if isinstance(value, float) else f"{name:11s} {value}")
-    return None
+    measure_loss(model, data, text_column, split, block, eval_tokens, as_json)
 
 
 @app.command()

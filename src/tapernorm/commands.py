@@ -10,6 +10,7 @@ import torch
 import typer
 
 from tapernorm import from_pretrained
+from tapernorm.config import RunConfig
 from tapernorm.output import NUMERICAL, console, print_json
 from tapernorm.sites import context_length
 
@@ -51,6 +52,31 @@ def remove_norms(options: dict[str, Any]) -> None:
         raise typer.Exit(NUMERICAL)
 
 
+def train(config: RunConfig, overwrite: bool, resume: bool, as_json: bool) -> None:
+    """`taper` and `pretrain`."""
+    from tapernorm.report import summary_table
+    from tapernorm.runs import execute
+
+    record = execute(config, overwrite=overwrite, resume=resume)
+    losses, fold, baseline = record.get("losses", {}), record.get("fold"), record["baseline_arm"]
+    loss_of = {arm: found.get("loss") for arm, found in losses.items()}
+    if as_json:
+        summary = {
+            "out": record["settings"]["out"],
+            "loss_before": loss_of.get("original" if config.kind == "taper" else baseline),
+            "loss_after": loss_of.get(baseline if config.arm == "baseline" else config.arm),
+            "loss_normed": loss_of.get(baseline),
+            **{key: record.get(key) for key in ("fold", "verify", "bench", "report")},
+        }
+        print_json(summary)
+    else:
+        console().print(summary_table(record))
+        if "generate_command" in record:
+            print(f"\ngenerate text:\n  {record['generate_command']}")
+    if fold is not None and not record["verify"]["passed"]:
+        raise typer.Exit(NUMERICAL)
+
+
 def fold_model(model: str, out: str, stream: bool | None, compare: bool, overwrite: bool, as_json: bool) -> None:
     """`fold`: in memory and compared with the unfolded model, or from disk to disk."""
     from tapernorm import card, fold_, save_pretrained, shards
@@ -80,6 +106,51 @@ def fold_model(model: str, out: str, stream: bool | None, compare: bool, overwri
         error, relative = report.max_abs_logit_error, report.relative_error
         print(f"largest logit error {error:.2e} ({relative:.1e} of the largest logit)")
     print(f"norm-free model: {out}")
+    return None
+
+
+def compare(
+    a: str, b: str, data: str | None, column: str, split: str | None, block: int, blocks: int, as_json: bool
+) -> None:
+    """`verify`."""
+    from tapernorm.verify import verify
+
+    first, _ = from_pretrained(a)
+    second, tokenizer = from_pretrained(b)
+    ids = blocks_of(second, tokenizer, data, column, split, min(block, context_length(second)), blocks)
+    result = verify(first, second, ids)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print(f"largest logit error  {result.max_abs_logit_error:.3e}")
+        print(f"relative error       {result.relative_error:.3e}  (bound {result.bound:.1e})")
+        print(f"greedy tokens equal  {100 * result.greedy_match:.1f} %")
+        print(f"cache agrees         {'yes' if result.cached_match else 'no'}")
+        print(f"loss                 {result.loss_a:.6f}  {result.loss_b:.6f}")
+        print("passed" if result.passed else "FAILED: the models are not the same function")
+    if not result.passed:
+        raise typer.Exit(NUMERICAL)
+
+
+def measure_loss(
+    model: str, data: str, column: str, split: str | None, block: int | None, tokens: int, as_json: bool
+) -> None:
+    """`eval`."""
+    from tapernorm.progress import bar
+    from tapernorm.verify import evaluate
+
+    loaded, tokenizer = from_pretrained(model)
+    context = context_length(loaded)
+    length = block or min(512, context)
+    if length > context:
+        raise ValueError(f"block={length} is longer than the model's context of {context} tokens")
+    ids = blocks_of(loaded, tokenizer, data, column, split, length, max(1, tokens // length))
+    with bar("loss", len(ids) // 8 + 1) as advance:
+        losses = evaluate(loaded, ids, progress=advance)
+    if as_json:
+        return print_json(losses.to_dict())
+    for name, value in losses.to_dict().items():
+        print(f"{name:11s} {value:.4f}" if isinstance(value, float) else f"{name:11s} {value}")
     return None
 
 

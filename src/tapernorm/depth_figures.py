@@ -14,7 +14,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from tapernorm.figures import ACCENT, GREY, INK, MUTED, PAGE, THIRD, WIDE, Draw, _axes, _figure, _key, _tick, number
+from tapernorm.canvas import (
+    ACCENT,
+    GREY,
+    INK,
+    MUTED,
+    PAGE,
+    THIRD,
+    WIDE,
+    Draw,
+    legend_above,
+    new_figure,
+    number,
+    place_axes,
+    tick_text,
+)
 
 _BANDS = ((0, 5, 0.14, "1 to 99 %"), (1, 4, 0.22, "5 to 95 %"), (2, 3, 0.34, "25 to 75 %"))  # indices of quantiles
 _FLOOR = 1e-4  # nats: less is drawn here, being less than what two texts differ by
@@ -26,7 +40,7 @@ def scale_bands(panels: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> Dr
 
     def draw(width: int) -> Figure:
         body, head, cell = 190, 46 if width == WIDE else 66, 262
-        fig = _figure(width, head + cell * len(panels) - 8)
+        fig = new_figure(width, head + cell * len(panels) - 8)
         first = None
         tops = [
             max([row["quantiles"][-1] for row in rows] + [d for row in rows for d in row["dots"]]) for _, rows in panels
@@ -34,7 +48,7 @@ def scale_bands(panels: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> Dr
         lows = [min(row["quantiles"][0] for row in rows) for _, rows in panels]
         low, top = max(1e-3, min(0.5, *lows, 1)), min(1e6, max(2.0, *tops, 1))
         for i, (title, rows) in enumerate(panels):
-            ax = _axes(fig, 46, head + i * cell, width - 62, body)
+            ax = place_axes(fig, 46, head + i * cell, width - 62, body)
             first = first or ax
             x = np.arange(1, len(rows) + 1)
             table = np.array([row["quantiles"] for row in rows], dtype=float).reshape(len(rows), -1)
@@ -71,8 +85,8 @@ def cost_by_depth(rows: Sequence[Mapping[str, Any]], budget: float | None = None
     marked = any("removed" in row for row in rows)
 
     def draw(width: int) -> Figure:
-        fig = _figure(width, 326)
-        ax = _axes(fig, 54, 56, width - 70, 222)
+        fig = new_figure(width, 326)
+        ax = place_axes(fig, 54, 56, width - 70, 222)
         costs = [number(row.get("cost")) for row in rows]
         known = [c for c in costs if c is not None]
         top = max([*known, budget or 0, 0.01]) * 1.6
@@ -110,7 +124,7 @@ def cost_by_depth(rows: Sequence[Mapping[str, Any]], budget: float | None = None
         )
         _depth_axis(ax, max((int(row["number"]) for row in rows), default=1), last=True)
         ax.set_title("cost alone, nats per token" + (" (filled: removed)" if marked else ""))
-        _key(fig, ax, width)
+        legend_above(fig, ax, width)
         return fig
 
     return draw
@@ -120,8 +134,8 @@ def search_curve(tried: Sequence[Sequence[Any]], before: float, budget: float, r
     """Every set of norms that was tried: how many, and the held-out loss above the original's in percent."""
 
     def draw(width: int) -> Figure:
-        fig = _figure(width, 300)
-        ax = _axes(fig, 54, 34, width - 70, 216)
+        fig = new_figure(width, 300)
+        ax = place_axes(fig, 54, 34, width - 70, 216)
         points = [(int(n), number(loss)) for n, loss in tried]
         gaps = [(n, 100 * (loss / before - 1)) for n, loss in points if loss is not None]
         limit = 100 * budget
@@ -172,7 +186,7 @@ def _log_axis(ax: Axes) -> None:
     decades = math.log10(high / low)
     subs = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
     ax.yaxis.set_major_locator(LogLocator(10, subs=subs, numticks=10))
-    ax.yaxis.set_major_formatter(FuncFormatter(_tick))
+    ax.yaxis.set_major_formatter(FuncFormatter(tick_text))
     ax.minorticks_off()
     ax.set_ylim(low, high)
 

@@ -1,59 +1,33 @@
-"""The figures of the report: matplotlib through its object API, returned as SVG to be put inside a page.
-
-No pyplot, no backend and no lasting rcParams: a program that draws its own figures is not disturbed. Colours are
-CSS variables (`--ink`, `--accent`, ...), so that a figure follows the page into dark mode, and text is text. Every
-figure is drawn twice, for a wide and for a narrow window, because shrinking the wide one would shrink its letters.
-"""
+"""The figures of a training run, from its log."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import warnings
-import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-Rows = Sequence[Mapping[str, Any]]
-Draw = Callable[[int], Figure]
-
-WIDE, NARROW = 720, 368  # CSS pixels; one unit of the viewBox is one pixel
-
-# matplotlib accepts only real colours, so each stands for a CSS variable that _to_inline puts in its place.
-_VARIABLES = ("ink", "muted", "rule", "accent", "grey", "third", "fourth", "bar", "page")
-INK, MUTED, RULE, ACCENT, GREY, THIRD, FOURTH, BAR, PAGE = (f"#0a0a{i:02x}" for i in range(9))
-ARM_COLOURS = (ACCENT, GREY, THIRD, FOURTH)  # the tapered arm, its baseline, others
-
-_STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "tapernorm", "font.size": 13, "lines.linewidth": 1.6,
-    "text.parse_math": False,  # a name with two dollar signs is not a formula
-    "text.color": INK, "axes.titlecolor": INK, "axes.edgecolor": RULE, "axes.labelcolor": MUTED,
-    "axes.titlelocation": "left", "axes.titlesize": 13, "axes.titlepad": 8, "axes.titley": 1.0,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": RULE, "grid.linewidth": 0.8,
-    "xtick.color": RULE, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
-    "ytick.major.size": 0, "ytick.minor.size": 0,
-    "legend.frameon": False, "legend.borderpad": 0, "legend.borderaxespad": 0,
-}  # fmt: skip
-
-
-def depth_colour(index: int, count: int) -> str:
-    """Stands for a mix of `--shallow` and `--deep`, by the place of a site among `count`."""
-    return f"#0b0b{round(100 * index / max(count - 1, 1)):02x}"
-
-
-def number(value: Any) -> float | None:
-    """`value` as a finite float, or None for anything that is not one (None, NaN, infinity, text)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+from tapernorm.canvas import (
+    ACCENT,
+    BAR,
+    INK,
+    MUTED,
+    PAGE,
+    WIDE,
+    Draw,
+    Rows,
+    depth_colour,
+    legend_above,
+    new_figure,
+    number,
+    place_axes,
+    place_grid,
+    scale_y,
+    shortened,
+)
 
 
 def series(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -78,8 +52,8 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
 
     def draw(width: int) -> Figure:
         height = 330 if gap[0].size < 2 else 470
-        fig = _figure(width, height)
-        ax = _axes(fig, 46, 56, width - 92, 232)
+        fig = new_figure(width, height)
+        ax = place_axes(fig, 46, 56, width - 92, 232)
         steps = _last_step(logs)
         gate_ax = ax.twinx()
         gate_ax.set_zorder(ax.get_zorder() - 1)
@@ -98,21 +72,21 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
             x, y, low, high = _binned(*series(rows, "loss"))
             ax.fill_between(x, low, high, color=colours[arm], alpha=0.18, linewidth=0)
             # two arms that agree lie on each other: the tapered one is drawn thin upon a broad line
-            ax.plot(x, y, color=colours[arm], label=_short(arm), linewidth=1.3 if arm == tapered else 2.6)
+            ax.plot(x, y, color=colours[arm], label=shortened(arm), linewidth=1.3 if arm == tapered else 2.6)
             ex, ey = series(rows, "eval_loss")
             ax.plot(ex, ey, "o", color=colours[arm], markersize=6, markeredgecolor=PAGE, clip_on=False)
             everything += [low, high, ey]
-        _scale_y(ax, np.concatenate(everything))
+        scale_y(ax, np.concatenate(everything))
         _steps(ax, steps, label=gap[0].size < 2)
         ax.set_title("loss, nats per token")
-        _key(fig, ax, width)
+        legend_above(fig, ax, width)
         if gap[0].size >= 2:
-            low_ax = _axes(fig, 46, 352, width - 92, 76)
+            low_ax = place_axes(fig, 46, 352, width - 92, 76)
             low_ax.axhline(0, color=MUTED, linewidth=1)
             low_ax.plot(*gap, "o-", color=colours[tapered], markersize=5, clip_on=False)
             low_ax.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
             low_ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.3g}" if v else "0"))
-            low_ax.set_title(f"validation loss above “{_short(baseline)}”, in percent")
+            low_ax.set_title(f"validation loss above “{shortened(baseline)}”, in percent")
             _steps(low_ax, steps)
         return fig
 
@@ -124,13 +98,13 @@ def site_lines(rows: Rows, sites: Sequence[str]) -> Draw:
 
     def draw(width: int) -> Figure:
         panels = [("scale", "residual scale r"), ("c", "fixed scale c")]
-        fig, boxes = _grid(width, len(panels), 210, top=34)
+        fig, boxes = place_grid(width, len(panels), 210, top=34)
         for (key, title), ax in zip(panels, boxes, strict=True):
             steps, table = by_site(rows, key, sites)
             for i, line in enumerate(table):
                 marker = "o" if steps.size == 1 else None
                 ax.plot(steps, line, color=depth_colour(i, len(sites)), linewidth=1.3, marker=marker, markersize=4)
-            _scale_y(ax, table, log=True)
+            scale_y(ax, table, log=True)
             _steps(ax, _last_step({"": rows}))
             ax.set_title(title if steps.size else f"{title}: not measured")
         _depth_key(fig, len(sites))
@@ -145,8 +119,8 @@ def site_drift(rows: Rows, sites: Sequence[str]) -> Draw:
     def draw(width: int) -> Figure:
         row_height = min(16, max(5, 260 / len(sites)))
         body = math.ceil(row_height * len(sites))
-        fig = _figure(width, body + 96)
-        ax = _axes(fig, 46, 54, width - 62, body)
+        fig = new_figure(width, body + 96)
+        ax = place_axes(fig, 46, 54, width - 62, body)
         steps, drift = _drift(rows, sites)
         edges = (steps[0], max(steps[-1], steps[0] + 1))
         columns = np.linspace(*edges, min(160, max(2, steps.size)))
@@ -178,21 +152,21 @@ def logit_panels(logs: Mapping[str, Rows], colours: Mapping[str, str]) -> Draw:
     panels = [panel for panel in panels if any(series(rows, panel[0])[0].size for rows in logs.values())]
 
     def draw(width: int) -> Figure:
-        fig, boxes = _grid(width, len(panels), 150, top=56)
+        fig, boxes = place_grid(width, len(panels), 150, top=56)
         for (key, title), ax in zip(panels, boxes, strict=True):
             everything = []
             for arm, rows in logs.items():
                 x, y = series(rows, key)
                 marker = "o" if x.size < 3 else None
-                ax.plot(x, y, color=colours[arm], label=_short(arm), marker=marker, markersize=4)
+                ax.plot(x, y, color=colours[arm], label=shortened(arm), marker=marker, markersize=4)
                 everything.append(y)
             values = np.concatenate(everything)
             if values.min() < 0 < values.max():
                 ax.axhline(0, color=MUTED, linewidth=1)
-            _scale_y(ax, values)
+            scale_y(ax, values)
             _steps(ax, _last_step(logs))
             ax.set_title(title)
-        _key(fig, boxes[0], width)
+        legend_above(fig, boxes[0], width)
         return fig
 
     return draw
@@ -204,9 +178,9 @@ def throughput(groups: Sequence[tuple[str, Rows]]) -> Draw:
     def draw(width: int) -> Figure:
         bar, head, gap = 26, 26, 18
         height = sum(head + bar * len(rows) + gap for _, rows in groups) - gap + 4
-        fig, top, left = _figure(width, height), 0, 104 if width == WIDE else 84
+        fig, top, left = new_figure(width, height), 0, 104 if width == WIDE else 84
         for title, rows in groups:
-            ax = _axes(fig, left, top + head, width - left - 4, bar * len(rows))
+            ax = place_axes(fig, left, top + head, width - left - 4, bar * len(rows))
             reach = max((max(row["value"], number(row.get("p80")) or 0) for row in rows), default=0) or 1.0
             room = (width - left) / (width - left - 124)  # what is written after the longest bar
             ax.set(xlim=(0, reach * room), ylim=(len(rows) - 0.5, -0.5), xticks=[])
@@ -221,97 +195,19 @@ def throughput(groups: Sequence[tuple[str, Rows]]) -> Draw:
                 ratio = f"\u2002\u2002{row['ratio']:.2f} ×" if row["ratio"] is not None else ""
                 end = max(row["value"], high or 0)
                 ax.annotate(f"{row['shown']}{ratio}", (end, i), xytext=(8, 0), textcoords="offset points", va="center")
-            ax.set_yticks(range(len(rows)), [_short(row["variant"], 14) for row in rows])
+            ax.set_yticks(range(len(rows)), [shortened(row["variant"], 14) for row in rows])
             ax.tick_params(axis="y", labelcolor=INK)
             ax.grid(False)
             ax.spines["bottom"].set_visible(False)
-            fig.text(0, 1 - (top + 15) / height, _short(title, 90 if width == WIDE else 52), color=MUTED)
+            fig.text(0, 1 - (top + 15) / height, shortened(title, 90 if width == WIDE else 52), color=MUTED)
             top += head + bar * len(rows) + gap
         return fig
 
     return draw
 
 
-def inline(draw: Draw, name: str, label: str) -> str:
-    """Both sizes of a figure as SVG, of which the page's style sheet shows one; `label` is read aloud."""
-    parts = []
-    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser's fonts will have it
-        for size, width in (("wide", WIDE), ("narrow", NARROW)):
-            out = io.BytesIO()
-            draw(width).savefig(out, format="svg", transparent=True, metadata={"Date": None})
-            parts.append(_to_inline(out.getvalue(), f"{name}-{size}", size, label))
-    return "\n".join(parts)
-
-
-def _to_inline(svg: bytes, prefix: str, size: str, label: str) -> str:
-    """A matplotlib SVG made fit for HTML: unique ids, CSS variables, no metadata, style sheet or namespaces."""
-    root = ET.fromstring(svg)
-    for element in root.iter():
-        for child in list(element):
-            if child.tag.endswith(("}metadata", "}style")):
-                element.remove(child)
-    text = [value for element in root.iter() for value in element.attrib.values()]
-    used = set(re.findall(r"#([\w-]+)", " ".join(value for value in text if not value.startswith("data:"))))
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        for name, value in list(element.attrib.items()):
-            del element.attrib[name]
-            short = name.rpartition("}")[2]
-            if short == "id" and value not in used:
-                continue
-            if short == "id":
-                value = f"{prefix}-{value}"
-            elif short == "href" and value.startswith("#"):
-                value = f"#{prefix}-{value[1:]}"
-            elif short == "clip-path":
-                value = value.replace("(#", f"(#{prefix}-")
-            elif short == "style":
-                value = re.sub(r"(font: [^']*?)\s*'.*?(?=;|$)", r"\1 var(--sans)", value)
-                value = re.sub(r"#0([ab])0\1([0-9a-f]{2})", _css_colour, value)
-            elif short == "d":
-                value = re.sub(r"-?\d+\.\d+", lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), value)
-            element.set(short, value)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "class": size, "role": "img", "aria-label": label}
-    return ET.tostring(root, encoding="unicode")
-
-
-def _css_colour(match: re.Match[str]) -> str:
-    if match[1] == "a":
-        return f"var(--{_VARIABLES[int(match[2], 16)]})"
-    return f"color-mix(in oklab, var(--deep) {int(match[2], 16)}%, var(--shallow))"
-
-
-def _figure(width: int, height: float) -> Figure:
-    return Figure(figsize=(width / 72, height / 72), dpi=72)
-
-
-def _axes(fig: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes placed in pixels from the upper left corner."""
-    full_w, full_h = fig.get_size_inches() * 72
-    return fig.add_axes((left / full_w, 1 - (top + height) / full_h, width / full_w, height / full_h))
-
-
-def _grid(width: int, count: int, height: int, top: int) -> tuple[Figure, list[Axes]]:
-    """`count` panels in two columns, or in one when narrow, under a head of `top` pixels."""
-    columns = 2 if width == WIDE and count > 1 else 1
-    cell_w, cell_h = width / columns, height + 70
-    fig = _figure(width, top + cell_h * math.ceil(count / columns) - 14)
-    places = [divmod(i, columns) for i in range(count)]
-    return fig, [_axes(fig, x * cell_w + 46, top + y * cell_h + 10, cell_w - 62, height) for y, x in places]
-
-
-def _key(fig: Figure, ax: Axes, width: int) -> None:
-    """The names of the lines, in their colours, above the figure."""
-    handles, labels = ax.get_legend_handles_labels()
-    fig.legend(
-        handles, labels, loc="upper left", bbox_to_anchor=(0, 1), ncols=4 if width == WIDE else 2,
-        labelcolor="linecolor", handlelength=1.4, columnspacing=1.6, handletextpad=0.5,
-    )  # fmt: skip
-
-
 def _depth_key(fig: Figure, count: int) -> None:
-    ax = _axes(fig, 46, 2, 120, 10)
+    ax = place_axes(fig, 46, 2, 120, 10)
     for i in range(count):
         ax.axvspan(i, i + 1, color=depth_colour(i, count), linewidth=0)
     ax.set(xlim=(0, count), xticks=[], yticks=[])
@@ -343,7 +239,7 @@ def _diverging(x: np.ndarray) -> np.ndarray:
 
 
 def _drift_key(fig: Figure, top: float) -> None:
-    ax = _axes(fig, 110, 2, 140, 10)
+    ax = place_axes(fig, 110, 2, 140, 10)
     ax.imshow(_diverging(np.linspace(-1, 1, 41)[None]), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
     ax.set(xticks=[], yticks=[])
     ax.grid(False)
@@ -358,30 +254,6 @@ def _steps(ax: Axes, last: float, label: bool = True) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if label:
         ax.set_xlabel("optimizer step", loc="right")
-
-
-def _scale_y(ax: Axes, values: np.ndarray, log: bool | None = None) -> None:
-    """A logarithmic axis for positive values that span much, since a cut axis would hide a spike."""
-    values = values[np.isfinite(values)]
-    if not values.size:
-        return
-    low, high = float(values.min()), float(values.max())
-    wide = low > 0 and high / low > (4 if log else 3)
-    if wide:
-        ax.set_yscale("log")
-        subs = (1, 2, 5) if high / low < 1000 else (1,)
-        subs = (1, 1.5, 2, 3, 5, 7) if high / low < 10 else subs
-        ax.yaxis.set_major_locator(LogLocator(10, subs=subs, numticks=9))
-        ax.minorticks_off()
-        ax.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
-    else:
-        ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    ax.yaxis.set_major_formatter(FuncFormatter(_tick))
-
-
-def _tick(value: float, _: int) -> str:
-    text = f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e")
-    return text.replace("-", "−")
 
 
 def _binned(x: np.ndarray, y: np.ndarray, bins: int = 240) -> tuple[np.ndarray, ...]:
@@ -402,8 +274,3 @@ def _gap(base: Rows, tapered: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 def _last_step(logs: Mapping[str, Rows]) -> float:
     return float(max((row["step"] for rows in logs.values() for row in rows), default=1))
-
-
-def _short(text: Any, length: int = 24) -> str:
-    text = str(text)
-    return text if len(text) <= length else text[: length - 1] + "…"

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from tapernorm import depth_figures, figures
-from tapernorm.figures import number
+from tapernorm import canvas, depth_figures
+from tapernorm.canvas import number
 from tapernorm.page import format_count, format_error, format_gap, format_loss, format_ratio, format_speed, part, render
 
 FP16_LARGEST = 65_504.0
@@ -189,7 +189,7 @@ def _draw(record: Mapping[str, Any]) -> dict[str, Markup]:
     if (tried := removal.get("tried")) and budget and before:
         draw = depth_figures.search_curve(tried, before, budget, len(fold.get("folded") or ()))
         drawn["search"] = draw, "Norms removed against the held-out loss above the original's, in percent."
-    return {name: Markup(figures.inline(draw, name, label)) for name, (draw, label) in drawn.items()}
+    return {name: Markup(canvas.inline(draw, name, label)) for name, (draw, label) in drawn.items()}
 
 
 def _settings(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from tapernorm import figures
-from tapernorm.figures import number
+from tapernorm import canvas, figures
+from tapernorm.canvas import number
 from tapernorm.page import (
     finite,
     format_error,
@@ -236,9 +236,9 @@ def _draw_all(
     run: Mapping[str, Any], logs: dict[str, Any], sites: list[str], tapered: str, baseline: str
 ) -> dict[str, Markup]:
     """The SVG of every figure that has data; a figure that is not in the result was not measured."""
-    rows, spare = logs.get(tapered, []), figures.ARM_COLOURS[2:]
+    rows, spare = logs.get(tapered, []), canvas.ARM_COLOURS[2:]
     colours = {arm: spare[i % 2] for i, arm in enumerate(a for a in logs if a not in (tapered, baseline))}
-    colours |= {tapered: figures.ARM_COLOURS[0], baseline: figures.ARM_COLOURS[1]}
+    colours |= {tapered: canvas.ARM_COLOURS[0], baseline: canvas.ARM_COLOURS[1]}
     arms, draws = ", ".join(logs), {}
 
     def measured(*keys: str) -> bool:
@@ -258,7 +258,7 @@ def _draw_all(
     if groups := bench_groups(run):
         label = "Tokens a second by variant; the numbers are in the table below the figure."
         draws["bench"] = figures.throughput([(g["title"], g["rows"]) for g in groups]), label
-    return {name: Markup(figures.inline(draw, name, label)) for name, (draw, label) in draws.items()}
+    return {name: Markup(canvas.inline(draw, name, label)) for name, (draw, label) in draws.items()}
 
 
 def _verdict(run: Mapping[str, Any], rows: list[dict[str, Any]], view: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from markupsafe import Markup
 from rich.table import Table
 
-from tapernorm import __version__, depth_figures, figures, hub
+from tapernorm import __version__, canvas, depth_figures, hub
 from tapernorm.convert import get_controller
 from tapernorm.data import load_text
 from tapernorm.inspection import as_rows
@@ -286,11 +286,11 @@ def write_page(seen: Look, path: Path) -> Path:
         title = f"r / median, with the prefix {list(found.prefix or ())} in front"
         drawn.append((title, [dataclasses.asdict(found.after[s.name]) for s in sites]))
     label = f"Percentiles of r over its median at {len(sites)} norms, in order of execution, with outliers as dots."
-    figure = {"scales": Markup(figures.inline(depth_figures.scale_bands(plain(drawn, infinite=1e6)), "scales", label))}
+    figure = {"scales": Markup(canvas.inline(depth_figures.scale_bands(plain(drawn, infinite=1e6)), "scales", label))}
     if found.costs:
         costs = [{"number": r["number"], "part": r["feeds"], "cost": r["cost"]} for r in rows if "cost" in r]
         draw = depth_figures.cost_by_depth(costs, _BUDGET * (found.loss_prefix or found.loss))
-        figure["cost"] = Markup(figures.inline(draw, "cost", "Cost of each norm taken out alone, in nats, over depth."))
+        figure["cost"] = Markup(canvas.inline(draw, "cost", "Cost of each norm taken out alone, in nats, over depth."))
     view = {
         "name": Path(seen.model).name or seen.model, "data": data, "rows": rows, "figure": figure,
         "says": sentences(seen), "advice": advice(seen), "command": command(seen), "costs": bool(found.costs),
