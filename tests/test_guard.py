@@ -104,6 +104,16 @@ def test_a_residual_that_runs_away_is_unsound_though_the_loss_is_not(scale):
     assert guard.usual_scale == pytest.approx(1.0)  # an unsound step is not what is usual
 
 
+def test_in_warm_up_a_residual_may_grow_at_any_pace():
+    guard = Guard(CONFIG)
+    clock = 0.0
+    for step in range(1, 6):
+        clock = guard.judge(2.0, clock, step, 20.0**step)
+    assert clock == 5 and not guard.events
+    guard.judge(2.0, 4.0, 6, math.inf)
+    assert kinds(guard) == ["hold"]
+
+
 def test_a_residual_that_grows_slowly_is_sound():
     guard = Guard(CONFIG)
     clock = 0.0

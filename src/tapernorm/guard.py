@@ -2,8 +2,8 @@
 
 A step is unsound when its loss or gradient is not finite (gradients are looked at by `TaperTrainer`; a loop of one's
 own gives a loss of NaN), when its loss lies more than `guard_margin` nats above the moving average that warm-up ended
-with, or when the residual stream, as it reaches the final norm, has ten times the scale of the sound steps before: it
-runs away before the loss tells, and slow growth is no concern of the guard.
+with, or when, after warm-up, the residual stream as it reaches the final norm has ten times the scale of the sound
+steps before: it runs away before the loss tells, and slow growth is no concern of the guard.
 
     unsound                                  the taper clock is held
     sound again                              it goes on
@@ -99,7 +99,10 @@ class Guard:
             GuardStop: there is nothing left to try.
         """
         warming = clock < self.config.warmup_steps
-        runs_away = scale is not None and not (math.isfinite(scale) and not scale > _GROWTH * self.usual_scale)
+        limit = (
+            math.inf if warming else _GROWTH * self.usual_scale
+        )  # a fresh model's residual may grow tenfold at first
+        runs_away = scale is not None and not (math.isfinite(scale) and not scale > limit)
         if math.isfinite(loss) and (warming or not loss > self.baseline + self.margin) and not runs_away:
             decay = self.config.ema_decay
             if scale is not None:
