@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -122,12 +122,8 @@ def remove_(
     Chain(model, chosen, ids[:1])  # refuses what is no row of blocks
     fitted = min(max(1, fit_tokens // length), len(ids) // 2)
     check, fit = ids[:-fitted], ids[-fitted:]
-    tell = progress or (lambda what, share: None)
-    done = itertools.count(1)
     with fast_products(model):  # as in the search, for the two are compared
-        before = evaluate(
-            model, check, progress=lambda: tell("loss as it is", min(1.0, 8 * next(done) / len(check))), batch=8
-        )
+        before = evaluate(model, check, progress=_told(progress, "loss as it is", len(check)))
     if prefix is None:
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
     allowed, last = before.loss * (1 + budget), before.p999 * (1 + tail)
@@ -161,6 +157,12 @@ def remove_(
         fold=report,
         seconds=time.perf_counter() - started,
     )
+
+
+def _told(progress: Progress | None, what: str, count: int, batch: int = 8) -> Callable[[], None] | None:
+    """What `evaluate` calls after each batch, as the share of `what` that is done."""
+    done = itertools.count(batch, batch)
+    return progress and (lambda: progress(what, min(1.0, next(done) / count)))
 
 
 def _pack(texts: Any, tokenizer: Any, block: int, tokens: int) -> Tensor:

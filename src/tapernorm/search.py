@@ -34,8 +34,8 @@ class Search:
 
     # A held-out token whose residual is off by more than its own length has run away, and so has one that gets there
     # from a drift STRESS times as large as the one it has: the rare token that was not seen here drifts further. Asked
-    # of the WATCHED sequences that hold the tokens furthest off.
-    LIMIT, STRESS, WATCHED = 1.0, 2.0, 16
+    # of the WATCHED sequences that hold the tokens furthest off. One that has run away may not go SLACK times further.
+    LIMIT, STRESS, WATCHED, SLACK = 1.0, 2.0, 16, 1.1
     # Trials end when so much of the budget is used. Costs are measured on so many tokens, of what was fitted on more.
     TRIALS, USED = 3, 0.85
     COST_TOKENS, COST_FIT = 1024, 4096
@@ -232,7 +232,7 @@ class Search:
                 goal = points[self._next_point(index, name)]
                 self._remove(index, name, self.fit, points[f"{name} out"], goal, ours["fit"])
                 gone = worst()
-                if gone <= max(self.LIMIT, 1.1 * kept):
+                if gone <= max(self.LIMIT, self.SLACK * kept):
                     kept = max(kept, gone)
                 else:
                     log.info("%s: a token runs away (%.2g, with the norm %.2g); it stays", name, gone, kept)
