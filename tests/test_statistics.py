@@ -7,7 +7,7 @@ import torch
 
 from tapernorm import TaperConfig
 from tapernorm.modules import taper_norms
-from tapernorm.statistics import FIELDS, Average, scale, stride, token_scale
+from tapernorm.statistics import FIELDS, Average, pending, scale, stride, token_scale
 from warmup import ids, scales, tapered, warm
 
 # family -> (the norm's kind, what its gain adds to the weight)
@@ -337,6 +337,20 @@ def test_without_training_forwards_warm_up_cannot_end():
     model(input_ids=ids(2))
     controller.step()
     assert controller.phase == "taper"
+
+
+def test_of_very_many_micro_batches_the_sums_are_kept(monkeypatch):
+    """What is kept for a step's end is bounded; the statistics are the same."""
+    found = []
+    for kept in (64, 2):
+        monkeypatch.setattr("tapernorm.statistics._KEPT", kept)
+        model, controller = tapered(TaperConfig(warmup_steps=3, allow_massive=True))
+        for seed in range(5):
+            model(input_ids=ids(2, seed=seed))
+        assert all(len(site.forwards) == (5 if kept == 64 else 1) for site in controller._statistics.values())
+        found.append(pending(list(controller._statistics.values())))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    assert found[0][:, 0].tolist() == [float(5 * ids(2).numel())] * len(found[0])
 
 
 def test_a_copy_gathers_for_itself():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tapernorm import MassiveTokenError, TaperConfig, taper_
+from tapernorm.statistics import pending
 from warmup import ids, scales, tapered, tiny, warm
 
 
@@ -63,7 +64,7 @@ def test_a_massive_token_on_another_rank_stops_all(monkeypatch):
     """Every rank comes to the same verdict: what is judged is gathered first."""
     model, controller, rows = with_massive_token(TaperConfig(warmup_steps=1), "llama")
     model(input_ids=rows)
-    theirs = torch.stack([s.pending() for s in controller._statistics.values()])
+    theirs = pending(list(controller._statistics.values()))
     other = tiny()
     mine = taper_(other, TaperConfig(warmup_steps=1))
     other(input_ids=torch.where(rows == 17, 18, rows))

@@ -32,6 +32,7 @@ from tapernorm.statistics import (
     SiteStatistics,
     gather,
     most_outstanding,
+    pending,
     refuse_massive,
     scale,
     spread,
@@ -306,7 +307,7 @@ class TaperController:
     def _commit(self) -> None:
         """Enter this step's sums, of all ranks, into the moving averages, and show the running c."""
         device = next(iter(self.sites.values())).gate.device
-        rows = gather(torch.stack([site.pending().to(device) for site in self._statistics.values()]))
+        rows = gather(pending(list(self._statistics.values())))
         sums, found = rows[..., :-3].sum(0), rows[..., -3:]
         count, totals, dropped = sums[:, :1], sums[:, 1:-1], sums[:, -1]
         worst = most_outstanding(torch.cat([self._worst.to(device)[None], found]))

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from tapernorm.modules import TaperNorm
 
 FIELDS = ("num", "den", "log_r", "log_r²", "r")  # what is averaged, in the order of the sums
 _SAMPLE = 1024  # tokens of one forward that are looked at; more are sampled
+_KEPT = 64  # forwards of one step whose tokens are kept until it ends
 
 
 class MassiveTokenError(RuntimeError):
@@ -56,11 +59,10 @@ def token_scale(h: Tensor, kind: str, eps: float) -> Tensor:
     return torch.sqrt(x.pow(2).mean(-1) + eps)
 
 
-def _terms(square: Tensor, r: Tensor, gain: Tensor, calibration: str) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of c for each token. square: (h − μ)², [..., D]; r: [...]; gain: [D]"""
+def _terms(energy: Tensor, r: Tensor, calibration: str) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of c for each token. energy: ‖h γ‖²; both [...]"""
     if calibration == "log":  # c is taken from log r
         return torch.ones_like(r), torch.ones_like(r)
-    energy = square @ gain.to(square.dtype).pow(2)
     den = energy / r.pow(2) if calibration == "robust" else energy
     return den / r, den
 
@@ -71,14 +73,34 @@ def robust_scale(h: Tensor, gain: Tensor, kind: str, eps: float) -> Tensor:
     x = h.to(torch.promote_types(h.dtype, torch.float32))
     if kind == "layer":
         x = x - x.mean(-1, keepdim=True)
-    num, den = _terms(x.pow(2), token_scale(h, kind, eps), gain, "robust")
+    energy = x.pow(2) @ gain.to(x.dtype).pow(2)
+    num, den = _terms(energy, token_scale(h, kind, eps), "robust")
     return num.sum() / den.sum()
 
 
-class SiteStatistics:
-    """The sums of one site over one optimizer step, and the token that stood out most in it.
+@dataclasses.dataclass
+class _Forward:
+    """The tokens of one forward at one site, every `every`-th of them; mask and ids are the model's, of all tokens."""
 
-    Plain float32 tensors on the site's device, not registered buffers: DistributedDataParallel would overwrite each
+    square: Tensor  # mean square of h (less its mean), [N]
+    energy: Tensor  # ‖h γ‖², [N]
+    tokens: int
+    length: int
+    every: int
+    mask: Tensor | None
+    ids: Tensor | None
+
+    def kind(self) -> tuple[Any, ...]:
+        """Forwards of one kind, at several sites, are added up together."""
+        same = (id(self.mask), id(self.ids), self.tokens, self.length, self.every)
+        return (*same, self.square.shape, self.square.dtype, self.square.device)
+
+
+class SiteStatistics:
+    """What passes one site in the forwards of one optimizer step, two numbers a token; `pending` adds it up.
+
+    Not added up at the site: a dozen operations on a thousand numbers, at each of a hundred sites, cost more than the
+    numbers do. Plain tensors on the site's device, not registered buffers: DistributedDataParallel would overwrite each
     rank's own with those of rank 0.
     """
 
@@ -86,60 +108,79 @@ class SiteStatistics:
         self.module = module
         self.calibration = config.calibration
         self.inputs = inputs
-        self._sums: Tensor | None = None  # [7]: count, the FIELDS, non-finite batches
-        self._worst: Tensor | None = None  # [3]: r / median, position, token id (−1 where not known)
+        self.forwards: list[_Forward] = []
+        self.earlier: Tensor | None = None  # the sums of forwards that are not kept any more, [10]
 
     @torch.no_grad()
     def __call__(self, h: Tensor) -> None:
-        """Add the tokens of one training forward. h: [..., D]"""
+        """Note the tokens of one training forward. h: [..., D]"""
         if not self.inputs.training:
             return
         norm, width = self.module.probed, h.shape[-1]
         tokens, length = h.numel() // width, h.shape[-2] if h.dim() > 2 else h.numel() // width
-        mask = self.inputs.mask_for(tokens)
         every = stride(tokens, length)
         with torch.autocast(h.device.type, enabled=False):
             x = h.detach().reshape(-1, width)[::every]
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             if norm.kind == "layer":
                 x = x - x.mean(-1, keepdim=True)
-            square = x.pow(2)
-            r = torch.sqrt(square.mean(-1) + norm.eps)
-            log = r.log()
-            num, den = _terms(square, r, self.module.gain(), self.calibration)
-            rows = torch.stack([torch.ones_like(r), num, den, log, log * log, r])
-            if mask is not None:  # where, not times: padding may hold anything, and 0 · inf is not 0
-                mask = mask[::every]
-                rows = torch.where(mask, rows, 0.0)
-            sums = rows.sum(-1).float() * every  # as many as it stands for
-            finite = torch.isfinite(sums).all()
-            sums = torch.cat([torch.where(finite, sums, 0.0), (~finite).float().reshape(1)])
-            self._sums = sums if self._sums is None else self._sums + sums
-            self._note_worst(r, mask, every, tokens, length)
-
-    def _note_worst(self, r: Tensor, mask: Tensor | None, every: int, tokens: int, length: int) -> None:
-        # masked tokens become NaN, which nanmedian leaves out
-        seen = r if mask is None else torch.where(mask, r, torch.nan)
-        largest, index = torch.where(torch.isfinite(seen), seen, 0.0).max(0)
-        where = index * every
-        ids = self.inputs.ids
-        token = ids.reshape(-1)[where] if ids is not None and ids.numel() == tokens else torch.full_like(where, -1)
-        found = torch.stack(
-            [(largest / seen.nanmedian()).float(), (where % length).float(), token.to(r.device).float()]
-        )
-        if self._worst is None:
-            self._worst = torch.zeros_like(found)
-        self._worst = torch.where(found[0] > self._worst[0], found, self._worst)  # NaN > x is False
-
-    def pending(self) -> Tensor:
-        """What was gathered since the last `drop`: count, FIELDS, non-finite batches, worst token. [10] float32"""
-        device = self.module.gate.device
-        parts = ((self._sums, 7), (self._worst, 3))
-        return torch.cat([torch.zeros(n, device=device) if t is None else t.to(device) for t, n in parts])
+            squares = x.pow(2)
+            square = squares.mean(-1)
+            # Now: by the time of the sums the optimizer has changed the gain.
+            energy = square if self.calibration == "log" else squares @ self.module.gain().to(x.dtype).pow(2)
+        self.forwards.append(_Forward(square, energy, tokens, length, every, self.inputs.mask, self.inputs.ids))
+        if len(self.forwards) == _KEPT:
+            self.earlier, self.forwards = pending([self])[0], []
 
     def drop(self) -> None:
         """Forget what was gathered: it has been committed, or its step did not happen."""
-        self._sums = self._worst = None
+        self.forwards, self.earlier = [], None
+
+
+@torch.no_grad()
+def pending(sites: Sequence[SiteStatistics]) -> Tensor:
+    """What was gathered since the last `drop`: count, FIELDS, non-finite batches, and the worst token's r / median,
+    position and id (−1 where not known). [sites, 10], float32, on the first site's device."""
+    device = sites[0].module.gate.device
+    rows = torch.zeros(len(sites), 10, device=device)
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, site in enumerate(sites):
+        if site.earlier is not None:
+            rows[number] = site.earlier.to(device)
+        groups.setdefault(tuple(forward.kind() for forward in site.forwards), []).append(number)
+    for kinds, members in groups.items():
+        for at in range(len(kinds)):
+            found = _added_up([sites[number] for number in members], at).to(device)
+            old = rows[members]
+            worse = found[:, 7:8] > old[:, 7:8]  # NaN > x is False
+            rows[members] = torch.cat([old[:, :7] + found[:, :7], torch.where(worse, found[:, 7:], old[:, 7:])], 1)
+    return rows
+
+
+def _added_up(sites: list[SiteStatistics], at: int) -> Tensor:
+    """The sums of forward number `at` at sites that it passed alike. [sites, 10]"""
+    forwards = [site.forwards[at] for site in sites]
+    first = forwards[0]
+    square, energy = torch.stack([f.square for f in forwards]), torch.stack([f.energy for f in forwards])
+    eps = torch.tensor([[site.module.probed.eps] for site in sites], dtype=square.dtype, device=square.device)
+    r = torch.sqrt(square + eps)  # [sites, N]
+    log = r.log()
+    num, den = _terms(energy, r, sites[0].calibration)
+    fields = torch.stack([torch.ones_like(r), num, den, log, log * log, r], 1)
+    seen = r
+    if (mask := Inputs(first.mask).mask_for(first.tokens)) is not None:
+        mask = mask[:: first.every].to(r.device)
+        fields = torch.where(mask, fields, 0.0)  # where, not times: padding may hold anything, and 0 · inf is not 0
+        seen = torch.where(mask, r, torch.nan)  # which nanmedian leaves out
+    sums = fields.sum(-1).float() * first.every  # as many as it stands for
+    finite = torch.isfinite(sums).all(1, keepdim=True)
+    largest, index = torch.where(torch.isfinite(seen), seen, 0.0).max(1)
+    where = index * first.every
+    known = first.ids is not None and first.ids.numel() == first.tokens
+    token = first.ids.reshape(-1).to(r.device)[where] if known and first.ids is not None else torch.full_like(where, -1)
+    ratio = (largest / seen.nanmedian(1).values).float()
+    worst = torch.stack([ratio, (where % first.length).float(), token.float()], 1)
+    return torch.cat([torch.where(finite, sums, 0.0), (~finite).float(), worst], 1)
 
 
 def stride(tokens: int, length: int) -> int:
