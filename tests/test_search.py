@@ -156,21 +156,27 @@ def test_who_stands_out_is_measured_on_the_original():
         assert search.stands_out[name] == pytest.approx(float(r.max() / r.float().median()), rel=1e-3)
 
 
-def test_what_was_refused_is_not_asked_for_again(monkeypatch):
-    search = search_on(model_of(BY_NAME["llama"]))
-    names = list(search.norms)
-    search.growth = dict.fromkeys(names, 1.0)
+def pretend(monkeypatch, search, each, refused=()):
+    """A removal that costs `each` a norm and refuses some. Returns the list in which every one is noted."""
     asked = []
 
     def remove(wanted):
         search._restore(search.norms)
-        search.refused.add(names[0])
+        search.refused.update(refused)
         for name in wanted - search.refused:
             search.norms[name].set_gate(0.0)
         asked.append(wanted)
-        return summarise(torch.full((9,), 1.0 + 0.001 * len(search.gone())))
+        return summarise(torch.full((9,), 1.0 + each * len(search.gone())))
 
+    search.growth = dict.fromkeys(search.norms, 1.0)
     monkeypatch.setattr(search, "remove", remove)
+    return asked
+
+
+def test_what_was_refused_is_not_asked_for_again(monkeypatch):
+    search = search_on(model_of(BY_NAME["llama"]))
+    names = list(search.norms)
+    asked = pretend(monkeypatch, search, 0.001, refused=names[:1])
     costs = {name: 0.01 * (1 + number) for number, name in enumerate(names)}
     losses = search.longest(costs, 1.0, 0.04, lambda losses: True)
     assert asked == [set(names[:2]), set(names[1:])]
@@ -181,17 +187,7 @@ def test_trials_end_when_the_budget_is_used(monkeypatch):
     """Of four norms that cost as much each, three fit a budget of 3.5: the first guess is one too many."""
     search = search_on(model_of(BY_NAME["llama"]))
     names = list(search.norms)
-    search.growth = dict.fromkeys(names, 1.0)
-    tried = []
-
-    def remove(wanted):
-        search._restore(search.norms)
-        for name in wanted:
-            search.norms[name].set_gate(0.0)
-        tried.append(len(wanted))
-        return summarise(torch.full((9,), 1.0 + 0.01 * len(wanted)))
-
-    monkeypatch.setattr(search, "remove", remove)
+    tried = pretend(monkeypatch, search, 0.01)
     losses = search.longest(dict.fromkeys(names, 0.008), 1.0, 0.035, lambda losses: losses.loss <= 1.035)
-    assert tried == [4, 3]
+    assert [len(wanted) for wanted in tried] == [4, 3]
     assert losses.loss == pytest.approx(1.03) and len(search.gone()) == 3
