@@ -8,8 +8,18 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 
+import tiny_models
+
 FAMILIES = ("llama", "gpt2")
 IDS = torch.arange(3, 21).reshape(2, 9)
+SIZE = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4}
+SIZES = {
+    "llama": {
+        **SIZE, "intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": SIZE,
+}  # fmt: skip
 # The first lines of a fresh process that cannot import tapernorm.
 BLOCKED = """
 import sys, json
@@ -22,23 +32,8 @@ sys.meta_path.insert(0, Blocked())
 
 
 def tiny(family, seed=0):
-    """A tiny model whose every parameter, norm gains and biases included, is random."""
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    if family == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, tie_word_embeddings=True, **ends
-        )  # fmt: skip
-    else:
-        config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, **ends)
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter += 1
-    return model.eval()
+    """A tiny model whose every parameter, norm gains and biases included, is random; the bytes are its tokens."""
+    return tiny_models.tiny(family, seed, **SIZES[family]).eval()
 
 
 def folded_by_hand(family, seed=0, final=True):

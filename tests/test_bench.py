@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+import tiny_models
 from tapernorm import TaperConfig, get_controller, taper_
 from tapernorm.bench import VARIANTS, append_csv, bench, stock_like, variants
 from tapernorm.hub import save_pretrained
@@ -18,25 +19,8 @@ FAMILIES = ("llama", "gemma", "gpt2")
 SCHEMA = {"model", "mode", "variant", "batch", "cache", "compiled", "dtype", "tokens_per_second", "ratio"}
 
 
-def tiny(family="llama", layers=2, std=0.3, **settings):
-    """A model whose every parameter is random."""
-    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2} | settings
-    if family == "gpt2":
-        config = transformers.GPT2Config(**({"n_embd": 16, "n_layer": layers, "n_head": 2, "n_positions": 128} | ends))
-    else:
-        kind = {"llama": transformers.LlamaConfig, "gemma": transformers.GemmaConfig}[family]
-        config = kind(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, max_position_embeddings=128, **ends,
-        )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=std)
-            if parameter.ndim == 1 and name.endswith("weight") and family != "gemma":
-                parameter += 1
-    return model.eval()
+def tiny(family="llama", layers=2):
+    return tiny_models.tiny(family, layers=layers, max_position_embeddings=128).eval()
 
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -7,39 +7,15 @@ import math
 
 import pytest
 import torch
-import transformers
 
 import tapernorm.controller as controller_module
 from tapernorm import TaperConfig, fold_, get_controller, restore_, schedule, taper_
 from tapernorm.modules import taper_norms
+from tiny_models import ids, tiny
 
 torch.set_num_threads(1)
 
 CONFIG = TaperConfig(arm="all", warmup_steps=3, taper_steps=4, ema_decay=0.8)
-
-
-def tiny(family="llama", seed=0, layers=2):
-    """A model whose every parameter is random. GPT-2 keeps its dropout."""
-    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    if family == "gpt2":
-        config = transformers.GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=64, **ends)
-    else:
-        config = transformers.LlamaConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, **ends
-        )  # fmt: skip
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter += 1
-    return model.train()
-
-
-def ids(rows=2, length=8, seed=0):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def adam(model, lr=1e-2):

@@ -15,6 +15,11 @@ from tapernorm import data as data_module
 load = stories.load  # the fixture
 
 
+def refusal_of(load, path, text):
+    path.write_text(text)
+    return refusal(load, path)
+
+
 @pytest.mark.parametrize("source", ["nowhere.txt", "./nowhere", "../no/where", "/no/where", "a/b/c", "", "x" * 5000])
 def test_missing_path(load, source):
     assert "there is no such file or folder" in refusal(load, source)
@@ -64,29 +69,22 @@ def test_parquet_with_its_middle_overwritten(tmp_path, load):
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_broken_line_of_json(tmp_path, load, line, kind):
     path = tmp_path / f"a.{kind}"
-    path.write_text('{"text": "a"}\n\n' + line + '\n{"text": "c"}\n')
-    message = refusal(load, path)
+    message = refusal_of(load, path, '{"text": "a"}\n\n' + line + '\n{"text": "c"}\n')
     assert message.startswith(f"{path}: cannot be read as .{kind}: line 3")
 
 
 @pytest.mark.parametrize("text", ['[\n{"text": "a"},\n{"text" "b"}\n]', '{\n"n": 1,\n"text" "b"\n}'])
 def test_broken_line_of_a_json_value_over_several_lines(tmp_path, load, text):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    assert "line 3: Expecting ':' delimiter" in refusal(load, path)
+    assert "line 3: Expecting ':' delimiter" in refusal_of(load, tmp_path / "a.json", text)
 
 
 def test_ragged_csv(tmp_path, load):
-    path = tmp_path / "a.csv"
-    path.write_text("text,n\na,1\nb,2,3,4\n")
-    assert "line 3" in refusal(load, path)
+    assert "line 3" in refusal_of(load, tmp_path / "a.csv", "text,n\na,1\nb,2,3,4\n")
 
 
 @pytest.mark.parametrize("text", ["text\nhello, world\nand, so on\n", "text,n\na, b,1\nc,2\n"])
 def test_csv_with_unquoted_commas_does_not_move_the_columns(tmp_path, load, text):
-    path = tmp_path / "a.csv"
-    path.write_text(text)
-    assert "its rows have more fields than its header" in refusal(load, path)
+    assert "its rows have more fields than its header" in refusal_of(load, tmp_path / "a.csv", text)
 
 
 def test_not_utf8(tmp_path, load):
@@ -118,22 +116,19 @@ def test_missing_column_names_the_file_of_the_folder(tmp_path, load):
 @pytest.mark.parametrize("value", [3, 0.5, ["a", "b"], {"a": "b"}, True])
 def test_column_that_is_not_strings(tmp_path, load, value):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": value}) + "\n")
-    message = refusal(load, path)
+    message = refusal_of(load, path, json.dumps({"text": value}) + "\n")
     assert f"{path}: column 'text' does not hold strings but, for one, {value}" in message
     assert type(value).__name__ in message
 
 
 def test_column_of_nulls(tmp_path, load):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": null}\n' * 3)
-    assert "does not hold strings but, for one, None" in refusal(load, path)
+    message = refusal_of(load, tmp_path / "a.jsonl", '{"text": null}\n' * 3)
+    assert "does not hold strings but, for one, None" in message
 
 
 def test_column_in_which_one_value_is_no_string(tmp_path, load):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": 3}\n')
-    assert str(path) in refusal(load, path)
+    assert str(path) in refusal_of(load, path, '{"text": "a"}\n{"text": 3}\n')
 
 
 def test_missing_split(tmp_path, load):
@@ -146,8 +141,8 @@ def test_missing_split(tmp_path, load):
 
 
 def test_unknown_kind_of_file(tmp_path, load):
-    (path := tmp_path / "a.jsnl").write_text("a")
-    assert refusal(load, path).startswith(f"{path}: unknown kind of file '.jsnl' (did you mean '.jsonl'?); pass one of")
+    message = refusal_of(load, path := tmp_path / "a.jsnl", "a")
+    assert message.startswith(f"{path}: unknown kind of file '.jsnl' (did you mean '.jsonl'?); pass one of")
 
 
 def test_folder_without_data(tmp_path, load):

@@ -1,4 +1,4 @@
-"""TaperNorm: bit-equal at gate 1, the formulas of the method in between, and float32 state that nothing rounds."""
+"""TaperNorm: bit-equal at gate 1, and the formulas of the method in between, in value, gradient and dtype."""
 
 import copy
 import itertools
@@ -6,65 +6,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tapernorm as tn
-from tapernorm.modules import FixedScale, TaperNorm, _Mix, _MixCentred, in_backward, taper_norms
-from tapernorm.probe import probe
-from zoo import IDS, ROWS, D, logits, randomise, tapered
+from norms import NORM, PATHS, ROW, formula, residual, taper_norm
+from tapernorm.modules import _Mix, _MixCentred, taper_norms
+from zoo import IDS, D, logits, randomise, tapered
 
-ROW = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "autocast": torch.float32}
-PATHS = {"exact": 1.0, "mixed": 0.3, "fixed": 0.0}
-
-
-def rms(eps=1e-6):
-    return LlamaRMSNorm(D, eps)
-
-
-NORMS = {
-    "rms": rms,
-    "rms-zero-centred": lambda: GemmaRMSNorm(D),
-    "rms-torch": lambda: nn.RMSNorm(D, 1e-5),
-    "rms-weightless": lambda: nn.RMSNorm(D, 1e-5, elementwise_affine=False),
-    "layer": lambda: nn.LayerNorm(D),
-    "layer-no-bias": lambda: nn.LayerNorm(D, bias=False),
-    "layer-weightless": lambda: nn.LayerNorm(D, elementwise_affine=False),
-}
-NORM = pytest.mark.parametrize("name", NORMS)
-
-
-def taper_norm(name, gate=1.0, dtype=torch.float64, seed=0):
-    norm = NORMS[name]().to(dtype)
-    probed = probe(norm, D)
-    assert probed is not None
-    module = randomise(TaperNorm(norm, probed, D).to(dtype), seed)
-    module.set_gate(gate)
-    return module
-
-
-def residual(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, D, generator=generator, dtype=torch.float64) * 1.5 + 1.5).to(dtype)
-
-
-def formula(module, h, g):
-    """DESIGN: the definition, in float64, written down once more."""
-    h = h.double()
-    gain = module.norm.weight.double() if module.probed.gain else torch.ones(D, dtype=torch.float64)
-    gain = 1 + gain if module.probed.zero_centered else gain
-    c, fixed_gain = module.fixed_norm.c.double(), module.fixed_norm.weight.double()
-    g = torch.tensor(g, dtype=torch.float32).double()
-    if module.probed.kind == "rms":
-        r = (h.pow(2).mean(-1, keepdim=True) + module.probed.eps).sqrt()
-        return g * h / r * gain + (1 - g) * c * h * fixed_gain
-    centred = h - h.mean(-1, keepdim=True)
-    sigma = (centred.pow(2).mean(-1, keepdim=True) + module.probed.eps).sqrt()
-    has_bias = module.probed.bias is not None
-    bias = module.norm.bias.double() if has_bias else 0
-    fixed_bias = module.fixed_norm.bias.double() if has_bias else 0
-    return g * (centred / sigma * gain + bias) + (1 - g) * (c * centred * fixed_gain + fixed_bias)
 
 
 # Gate 1
@@ -219,151 +167,6 @@ def test_the_fixed_path_has_no_per_token_scale():
     assert torch.allclose(module(h + 2), module(h), rtol=1e-12)  # but the mean is taken off
 
 
-# Parameters stay in the graph
-
-
-@ROW
-@pytest.mark.parametrize("path", PATHS)
-def test_every_parameter_has_a_gradient_on_every_path(row, path):
-    model = tapered(row, gate=PATHS[path], dtype=torch.float32).train()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-    unused = {"exact": ".fixed_norm.", "fixed": ".norm.weight"}.get(path)
-    site = next(iter(row.sites))
-    for name, parameter in model.get_submodule(site).named_parameters(prefix=site):
-        is_unused = unused is not None and unused in name
-        if name.endswith("weight"):
-            assert bool(parameter.grad.any()) != is_unused, name
-
-
-@pytest.mark.parametrize("path", ["exact", "fixed"])
-def test_nothing_is_held_in_evaluation(path):
-    module, h = taper_norm("layer", PATHS[path]).train(), residual(2, 5)
-    assert "Hold" in type(module(h.requires_grad_()).grad_fn).__name__
-    with torch.no_grad():
-        assert module(h).grad_fn is None
-    assert "Hold" not in type(module.eval()(h).grad_fn).__name__
-
-
-def test_frozen_parameters_are_not_held():
-    module, h = taper_norm("layer").train(), residual(2, 5)
-    module.fixed_norm.requires_grad_(False)
-    module(h.requires_grad_()).sum().backward()
-    assert module.fixed_norm.weight.grad is None
-    assert module.norm.weight.grad is not None
-
-
-@NORM
-def test_a_frozen_norm_gives_a_frozen_fixed_branch(name):
-    norm = NORMS[name]()
-    norm.requires_grad_(False)
-    module = TaperNorm(norm, probe(norm, D), D)
-    wanted = not list(norm.parameters())  # nothing was frozen where there is nothing
-    assert {p.requires_grad for p in module.fixed_norm.parameters()} == {wanted}
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_the_input_may_be_given_by_name(path):
-    module, h = taper_norm("rms", PATHS[path]), residual(2, 5)
-    assert torch.equal(module(hidden_states=h), module(h))
-
-
-# State
-
-
-CONVERSIONS = {
-    "bfloat16": lambda m: m.bfloat16(),
-    "half": lambda m: m.half(),
-    "double": lambda m: m.double(),
-    "float": lambda m: m.float(),
-    "to-dtype": lambda m: m.to(torch.bfloat16),
-    "to-both": lambda m: m.to("cpu", torch.float16),
-    "there-and-back": lambda m: m.bfloat16().float().half().double(),
-    "deepcopy": copy.deepcopy,
-    "deepcopy-of-bfloat16": lambda m: copy.deepcopy(m.bfloat16()),
-}
-THIRD = torch.tensor([1 / 3])  # does not fit bfloat16
-
-
-@pytest.mark.parametrize("conversion", CONVERSIONS)
-def test_gate_and_c_stay_float32(conversion):
-    module = taper_norm("layer", dtype=torch.float32)
-    module.fixed_norm.c.copy_(THIRD * 0.7)
-    module.set_gate(1 / 3)
-    c = module.fixed_norm.c.clone()
-    converted = CONVERSIONS[conversion](nn.Sequential(module))[0]
-    for buffer, wanted in ((converted.gate, THIRD), (converted.fixed_norm.c, c)):
-        assert buffer.dtype == torch.float32
-        assert buffer.shape == (1,)
-        assert torch.equal(buffer, wanted)
-    assert converted.path == "mixed"
-    assert dict(converted.named_buffers()).keys() == {"gate", "fixed_norm.c"}
-    if conversion.endswith("bfloat16") and "deepcopy" not in conversion:
-        assert converted.norm.weight.dtype == converted.fixed_norm.weight.dtype == torch.bfloat16
-
-
-def test_a_module_from_meta_has_float32_buffers():
-    norm = nn.LayerNorm(D, device="meta")
-    module = TaperNorm(norm, probe(norm, D), D)
-    assert module.fixed_norm.weight.is_meta
-    module.bfloat16()
-    module.to_empty(device="cpu")
-    assert module.gate.dtype == module.fixed_norm.c.dtype == torch.float32
-    assert module.gate.device.type == "cpu"
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("gate", [1.0, 1 / 3, 0.0])
-def test_the_path_follows_a_loaded_gate(gate, assign):
-    source, target = taper_norm("layer", gate, torch.float32), taper_norm("layer", 0.5, torch.float32, seed=3)
-    source.fixed_norm.c.copy_(THIRD)
-    target.bfloat16() if not assign else None
-    target.load_state_dict(source.state_dict(), assign=assign)
-    assert target.path == {1.0: "exact", 0.0: "fixed"}.get(gate, "mixed")
-    assert torch.equal(target.gate, torch.tensor([gate]))
-    assert torch.equal(target.fixed_norm.c, THIRD)
-    assert target.gate.dtype == torch.float32
-
-
-def test_the_gate_is_written_in_place():
-    module = taper_norm("rms")
-    gate = module.gate
-    for value, path in ((0.7, "mixed"), (0.0, "fixed"), (1.0, "exact")):
-        module.set_gate(value)
-        assert module.gate is gate
-        assert (float(gate), module.path) == (pytest.approx(value), path)
-
-
-def test_deepcopy_is_independent():
-    module = taper_norm("rms", 0.5)
-    twin = copy.deepcopy(module)
-    twin.set_gate(0.0)
-    twin.fixed_norm.c.fill_(9)
-    assert (float(module.gate), module.path) == (0.5, "mixed")
-    assert float(module.fixed_norm.c) != 9
-
-
-@ROW
-def test_no_gate_is_shared_between_sites(row):
-    model = row.build()
-    tn.taper_(model, tn.TaperConfig(arm="all"))
-    pointers = {m.gate.data_ptr() for m in taper_norms(model).values()}
-    assert len(pointers) == len(row.sites)
-
-
-@ROW
-def test_stock_trainers_do_not_decay_what_was_added(row):
-    from transformers import Trainer
-
-    model = row.build()
-    tn.taper_(model, tn.TaperConfig(arm="all"))
-    decayed = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
-    assert any("proj" in name or "c_fc" in name for name in decayed)
-    for site in taper_norms(model):
-        assert not [name for name in decayed if name.startswith(f"{site}.")]
-
-
 def test_a_weightless_norm_in_a_half_precision_model():
     """It has no parameter to take the dtype from: the fixed branch must not widen what follows."""
     model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D, elementwise_affine=False), nn.Linear(D, D), nn.Linear(D, D))
@@ -375,42 +178,6 @@ def test_a_weightless_norm_in_a_half_precision_model():
     for gate in PATHS.values():
         module.set_gate(gate)
         assert model(h).dtype == torch.bfloat16
-
-
-# Observation
-
-
-def test_the_observer_sees_training_forwards_only():
-    module, h, seen = taper_norm("rms").train(), residual(2, 5), []
-    module.observer = seen.append
-    module(h)
-    assert seen == [h]
-    module.eval()(h)
-    assert len(seen) == 1
-
-
-def test_the_observer_sees_a_checkpointed_forward_once():
-    module, seen = taper_norm("rms").train(), []
-    module.observer = seen.append
-    for reentrant in (False, True):
-        h = residual(2, 5).requires_grad_()
-        torch.utils.checkpoint.checkpoint(module, h, use_reentrant=reentrant).sum().backward()
-        assert h.grad is not None
-    assert len(seen) == 2
-    assert not in_backward()
-
-
-def test_the_gain_of_a_zero_centred_norm():
-    module = taper_norm("rms-zero-centred", dtype=torch.bfloat16)
-    assert torch.equal(module.gain(), 1 + module.norm.weight.float())
-    assert module.gain().dtype == torch.float32
-    fresh = TaperNorm(GemmaRMSNorm(D), module.probed, D)
-    assert torch.equal(fresh.fixed_norm.weight, 1 + fresh.norm.weight)
-
-
-def test_what_is_printed():
-    assert "rms, path=mixed" in repr(taper_norm("rms", 0.5))
-    assert "(16,), bias=True, centred=True" in repr(FixedScale(torch.ones(D), torch.ones(D), centred=True))
 
 
 @ROW

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tapernorm as tn
+from norms import formula, residual, taper_norm
 from tapernorm.modules import taper_norms
-from test_modules import formula, residual, taper_norm
 from zoo import BY_NAME, IDS, tapered
 
 

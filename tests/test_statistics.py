@@ -8,7 +8,8 @@ import torch
 from tapernorm import TaperConfig
 from tapernorm.modules import taper_norms
 from tapernorm.statistics import FIELDS, Average, pending, scale, stride, token_scale
-from warmup import ids, scales, tapered, warm
+from tiny_models import ids
+from warmup import scales, tapered, warm
 
 # family -> (the norm's kind, what its gain adds to the weight)
 FAMILIES = {"llama": ("rms", 0.0), "gemma": ("rms", 1.0), "gpt2": ("layer", 0.0)}

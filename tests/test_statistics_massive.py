@@ -7,7 +7,8 @@ import torch
 
 from tapernorm import MassiveTokenError, TaperConfig, taper_
 from tapernorm.statistics import pending
-from warmup import ids, scales, tapered, tiny, warm
+from tiny_models import ids
+from warmup import scales, tapered, tiny, warm
 
 
 def with_massive_token(config, family, factor=3e3, position=3):

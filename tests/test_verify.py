@@ -10,31 +10,20 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+import tiny_models
 from tapernorm.verify import evaluate, greedy_tokens, verify
 
 torch.set_num_threads(1)
 
 
 def tiny(family="llama", dtype=torch.float32, **settings):
-    """A one-block model whose every parameter is random."""
-    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2} | settings
-    if family == "gpt2":
-        config = transformers.GPT2Config(**({"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64} | ends))
-    else:
-        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = transformers.LlamaConfig(**(shape | {"max_position_embeddings": 64} | ends))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter += 1
-    return model.to(dtype).eval()
+    """One block, its keys not grouped; GPT-2 keeps its dropout."""
+    heads = {"num_key_value_heads": 2} if family == "llama" else {}
+    return tiny_models.tiny(family, dtype=dtype, layers=1, **heads, **settings).eval()
 
 
-def ids(rows=6, length=20, seed=0):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+def ids(rows=6, length=20):
+    return tiny_models.ids(rows, length)
 
 
 class Table(nn.Module):
@@ -229,6 +218,6 @@ def test_other_vocabularies_are_refused():
 
 
 def test_decoding_stays_within_the_context():
-    model = tiny("gpt2", n_positions=20)
+    model = tiny("gpt2", max_position_embeddings=20)
     found = verify(model, model, ids(), new_tokens=500)
     assert found.passed and found.cached_match

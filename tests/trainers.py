@@ -4,6 +4,7 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 
+import tiny_models
 from tapernorm import TaperConfig, TaperTrainer, taper_
 
 transformers.utils.logging.set_verbosity_error()
@@ -13,27 +14,12 @@ STEPS = 9
 
 
 def tiny(family="llama", seed=0):
-    """A one-block model whose every parameter is random. GPT-2 keeps its dropout."""
-    ends = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    if family == "gpt2":
-        config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **ends)
-    else:
-        config = transformers.LlamaConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-            max_position_embeddings=64, **ends
-        )  # fmt: skip
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter += 1
-    return model
+    """One block; GPT-2 keeps its dropout."""
+    return tiny_models.tiny(family, seed, layers=1)
 
 
 def blocks(count=64, length=8, seed=0):
-    rows = torch.randint(3, 64, (count, length), generator=torch.Generator().manual_seed(seed))
+    rows = tiny_models.ids(count, length, seed)
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
