@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import tapernorm as tn
 from families import FAMILIES
-from folders import byte_tokenizer
+from folders import byte_tokenizer, taper_row, to_gate
 from tapernorm import shard_plan, shards, streaming, untrusted
 from tapernorm.modules import taper_norms
-from tapernorm.sites import find_sites
 
 ROWS = {row.name: row for row in FAMILIES if row.goes and row.model_type != "timm"}
 
@@ -31,18 +30,8 @@ def half_tapered(row, folder, dtype, shard="6KB", gate=0.0, prefix=(), **changes
         changes.setdefault("experts_implementation", "eager")
     model, example = row.build(**changes).to(dtype), row.example
     example = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()}
-    sites = find_sites(model, example)
-    keep = tuple(site.name for site in sites if site.role == "final" and not site.removable)
-    config = tn.TaperConfig(arm="all", keep=keep, post=row.post, anchor_weight=0, prefix=prefix)
-    tn.taper_(model, config, example=example)
-    generator = torch.Generator().manual_seed(7)
-    for module in taper_norms(model).values():
-        fixed = module.fixed_norm
-        fixed.c.copy_(0.5 * torch.rand(1, generator=generator) + 0.3)
-        fixed.weight.copy_(torch.rand(fixed.weight.shape, generator=generator) + 0.5)
-        if fixed.bias is not None:
-            fixed.bias.copy_(0.3 * torch.randn(fixed.bias.shape, generator=generator))
-        module.set_gate(gate)
+    taper_row(row, model, example, prefix=prefix)
+    to_gate(model, gate)
     tn.save_pretrained(model, folder, tokenizer=byte_tokenizer(), max_shard_size=shard)
     return model, example
 
