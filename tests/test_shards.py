@@ -133,6 +133,18 @@ def test_a_run_that_was_stopped_goes_on(half, tmp_path, monkeypatch, stop):
     assert [path.name for path in (tmp_path / "out").glob(".*")] == []
 
 
+def test_what_lies_beside_the_weights_is_written_anew(half, tmp_path, monkeypatch):
+    """A run that was stopped while it copied a file has left half of it."""
+    monkeypatch.setattr(shards, "_compare", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        shards.fold_folder(half / "gpt2", tmp_path / "out", compare=True)
+    monkeypatch.undo()
+    left = tmp_path / ".out.folding" / "tokenizer.json"
+    left.write_bytes(left.read_bytes()[:100])
+    assert shards.fold_folder(half / "gpt2", tmp_path / "out").resumed > 1
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (half / "gpt2" / "tokenizer.json").read_bytes()
+
+
 def test_of_another_checkpoint_nothing_is_kept(half, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_write_rest", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):

@@ -277,9 +277,12 @@ def _write_rest(source: Path, staging: Path, config: Any, model: Any, plan: Plan
     shutil.copyfile(modeling.__file__, staging / Path(modeling.__file__).name)
     for path in sorted(source.iterdir()):
         skipped = _folder.is_weights(path.name) or path.name in ("config.json", "taper.json", "modeling_tapernorm.py")
-        if skipped or not _folder.is_own_file(path.name) or (staging / path.name).exists():
+        if skipped or not _folder.is_own_file(path.name):
             continue
-        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, staging / path.name)
+        if path.is_dir():
+            shutil.copytree(path, staging / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, staging / path.name)
     with torch.device("meta"):
         twin = modeling.get_class(folded.architectures[0])(folded)
     written = {name: out.shape for shard in plan.shards.values() for name, out in shard.items()}
