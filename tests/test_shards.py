@@ -1,6 +1,5 @@
 """Folding from disk to disk: the same bits as in memory for every family, nothing half-written, and it goes on."""
 
-import copy
 import json
 import os
 import shutil
@@ -256,7 +255,7 @@ def large(folder, gigabytes, shards_of=1 << 30):
         vocab_size=32000, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=16,
         num_key_value_heads=16, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
-    small = transformers.LlamaForCausalLM(copy.deepcopy(config).from_dict({**config.to_dict(), "num_hidden_layers": 1}))
+    small = transformers.LlamaForCausalLM(config.from_dict({**config.to_dict(), "num_hidden_layers": 1}))
     small = small.bfloat16()
     controller = tn.taper_(small, tn.TaperConfig())
     for module in taper_norms(small).values():

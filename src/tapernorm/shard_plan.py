@@ -32,7 +32,7 @@ _LARGEST_SLICE = 1 << 26  # numbers that cannot be cut further, 512 MB in float6
 # than the whole, so in a weight with more of them the last bit of float64 may differ from what `fold_` makes, before it
 # is rounded to the weight's dtype.
 _AT_ONCE = 1 << 24
-_ROWS = 4  # of every scaled weight that are looked at again
+_ROWS = 4  # of a scaled weight that are looked at again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Plan:
         self.shards = dict(sorted(self.shards.items()))
 
     def look(self, folder: Path) -> tuple[int, float]:
-        """Read rows of every scaled weight again, from both files, and compare them by other arithmetic.
+        """Read rows of every weight that takes up one norm again, from both files; compare them by other arithmetic.
 
         Returns (rows, the largest error relative to the row). Raises FoldError where it is more than rounding.
         """

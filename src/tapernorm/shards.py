@@ -4,7 +4,7 @@
     read      gates, c, γ̃ and β̃, which are small
     stream    each tensor from its input shard to the output shard, some rows at a time, the products in float64, in
               the order and with the rounding of `fold_`: the same bits
-    look      rows of every scaled weight are read again from both files and compared by other arithmetic
+    look      rows of every weight that takes up one norm are read again from both files, compared by other arithmetic
 
 An output shard is written under another name, flushed and renamed. A run that was stopped goes on after the last shard
 that is whole. Memory: a few times the rows in flight, some 100 MB beside Python and torch themselves.
