@@ -1,4 +1,5 @@
-"""What goes into folders: tiny models, whole and without norms, and a tokenizer; and a process without tapernorm."""
+"""What goes into folders: tiny models, whole, tapered and without norms, and a tokenizer; and a process without
+tapernorm."""
 
 import torch
 import transformers
@@ -8,7 +9,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 
+import tapernorm as tn
 import tiny_models
+from tapernorm.modules import taper_norms
+from tapernorm.sites import find_sites
 
 FAMILIES = ("llama", "gpt2")
 IDS = torch.arange(3, 21).reshape(2, 9)
@@ -50,6 +54,28 @@ def folded_by_hand(family, seed=0, final=True):
         model.config.tie_word_embeddings = False
         if family == "gpt2":
             head.bias = nn.Parameter(torch.randn(300) * 0.1)
+    return model
+
+
+def taper_row(row, model, example, **settings):
+    """Every norm of a row of families.py that can go."""
+    sites = find_sites(model, example)
+    keep = tuple(site.name for site in sites if site.role == "final" and not site.removable)
+    config = tn.TaperConfig(arm="all", keep=keep, post=row.post, anchor_weight=0, **settings)
+    tn.taper_(model, config, example=example)
+
+
+@torch.no_grad()
+def to_gate(model, gate=0.0):
+    """Gains, biases and c of their own at every site, and that gate."""
+    generator = torch.Generator().manual_seed(7)
+    for module in taper_norms(model).values():
+        fixed = module.fixed_norm
+        fixed.c.copy_(0.5 * torch.rand(1, generator=generator) + 0.3)
+        fixed.weight.copy_(torch.rand(fixed.weight.shape, generator=generator) + 0.5)
+        if fixed.bias is not None:
+            fixed.bias.copy_(0.3 * torch.randn(fixed.bias.shape, generator=generator))
+        module.set_gate(gate)
     return model
 
 

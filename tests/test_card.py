@@ -4,6 +4,8 @@ import copy
 import json
 import re
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -178,8 +180,6 @@ class FakeApi:
         return self
 
     def create_repo(self, repo_id, **kwargs):
-        from types import SimpleNamespace
-
         return SimpleNamespace(repo_id=repo_id)
 
     def file_exists(self, repo_id, name, **kwargs):
@@ -195,8 +195,6 @@ class FakeApi:
         return f"https://huggingface.co/{repo_id}"
 
     def create_commit(self, repo_id, operations, **kwargs):
-        from pathlib import Path
-
         self.sent = {op.path_in_repo: Path(op.path_or_fileobj).read_bytes() for op in operations}
         return f"https://huggingface.co/{repo_id}"
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import tapernorm as tn
 from families import FAMILIES
+from folders import to_gate
 from tapernorm.modules import taper_norms
 from tapernorm.sites import find_sites, run
 from tapernorm.trace import tensors
@@ -89,20 +90,6 @@ def taper(row, model, partly=False, inputs=None):
     return model
 
 
-@torch.no_grad()
-def to_zero(model):
-    """Gains, biases and c of their own at every site, and gate 0."""
-    generator = torch.Generator().manual_seed(7)
-    for module in taper_norms(model).values():
-        fixed = module.fixed_norm
-        fixed.c.copy_(0.5 * torch.rand(1, generator=generator) + 0.3)
-        fixed.weight.copy_(torch.rand(fixed.weight.shape, generator=generator) + 0.5)
-        if fixed.bias is not None:
-            fixed.bias.copy_(0.3 * torch.randn(fixed.bias.shape, generator=generator))
-        module.set_gate(0.0)
-    return model
-
-
 class Folded(NamedTuple):
     before: list
     after: list
@@ -116,7 +103,7 @@ class Folded(NamedTuple):
 @functools.cache
 def folded(name, partly):
     row = BY_NAME[name]
-    model = to_zero(taper(row, build(row), partly))
+    model = to_gate(taper(row, build(row), partly))
     parameters = {k: p.detach().clone() for k, p in model.named_parameters(remove_duplicate=False)}
     before, experts = outputs(row, model)
     with arithmetic(row):
@@ -169,7 +156,7 @@ def test_post_norm_models_are_refused(name):
 def test_the_residual_has_a_mean_and_gains_differ(name):
     """Otherwise the tests below could not tell a right fold from a wrong one."""
     row = BY_NAME[name]
-    model = to_zero(taper(row, build(row)))
+    model = to_gate(taper(row, build(row)))
     seen = {}
     for site, module in taper_norms(model).items():
         module.register_forward_pre_hook(lambda m, args, site=site: seen.update({site: args[0]}))
@@ -250,7 +237,7 @@ def test_reloaded_is_folded(name, partly, tmp_path):
 @ROW
 def test_every_gain_and_bias_counts(name):
     row = BY_NAME[name]
-    model = to_zero(taper(row, build(row)))
+    model = to_gate(taper(row, build(row)))
     reference, _ = outputs(row, model)
     for site, module in taper_norms(model).items():
         for parameter in module.fixed_norm.parameters():
@@ -267,7 +254,7 @@ def test_every_gain_and_bias_counts(name):
 def test_every_way_to_multiply_with_experts(name, experts):
     row = BY_NAME[name]
     inputs = inputs_of(row, torch.float32)
-    model = to_zero(taper(row, row.build(experts_implementation=experts), inputs=inputs))
+    model = to_gate(taper(row, row.build(experts_implementation=experts), inputs=inputs))
     before, _ = outputs(row, model, inputs)
     report = tn.fold_(copy.deepcopy(model), example=inputs)
     assert set(report.folded) == set(folded(name, False).report.folded)
@@ -282,7 +269,7 @@ def test_a_wrong_fold_is_seen(name, monkeypatch):
 
     row = BY_NAME[name]
     original = fold._fixed_branch
-    model = to_zero(taper(row, build(row)))
+    model = to_gate(taper(row, build(row)))
     monkeypatch.setattr(fold, "_fixed_branch", lambda module: (original(module)[0].flip(0), original(module)[1]))
     with pytest.raises(tn.FoldError, match="put back as it was"):
         tn.fold_(model, example=inputs_of(row))

@@ -13,9 +13,8 @@ import torch
 
 import tapernorm as tn
 from families import FAMILIES
-from folders import BLOCKED
-from tapernorm.modules import taper_norms
-from tapernorm.sites import find_sites, run
+from folders import BLOCKED, taper_row, to_gate
+from tapernorm.sites import run
 from tapernorm.trace import tensors
 
 ROWS = {row.name: row for row in FAMILIES if row.goes and row.model_type != "timm"}
@@ -122,23 +121,14 @@ def make(row, root):
     before = torch.get_default_dtype()
     changes = {"experts_implementation": "eager"} if row.is_moe else {}
     model, example = row.build(**changes), row.example
-    sites = find_sites(model, example)
-    keep = tuple(site.name for site in sites if site.role == "final" and not site.removable)
-    tn.taper_(model, tn.TaperConfig(arm="all", keep=keep, post=row.post, anchor_weight=0), example=example)
-    generator = torch.Generator().manual_seed(7)
-    for module in taper_norms(model).values():
-        fixed = module.fixed_norm
-        fixed.c.copy_(0.5 * torch.rand(1, generator=generator) + 0.3)
-        fixed.weight.copy_(torch.rand(fixed.weight.shape, generator=generator) + 0.5)
-        if fixed.bias is not None:
-            fixed.bias.copy_(0.3 * torch.randn(fixed.bias.shape, generator=generator))
-        module.set_gate(0.0)
+    taper_row(row, model, example)
+    to_gate(model)
     tn.save_pretrained(model, root / "written" / "tapered" / row.name)
     tn.fold_(model, example=example)
     torch.manual_seed(0)
     wanted = [t.clone() for t in tensors(run(model, example)) if t.is_floating_point()]
     tn.save_pretrained(model, root / "written" / "free" / row.name)
-    wide = any(m._keep_in_fp32_modules_strict or m._keep_in_fp32_modules for m in [model])
+    wide = bool(model._keep_in_fp32_modules_strict or model._keep_in_fp32_modules)
     made = {"example": example, "outputs": wanted, "norms": norms(model), "wide": wide}
     torch.save(made, root / f"{row.name}.pt")
     assert torch.get_default_dtype() == before

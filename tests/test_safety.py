@@ -4,7 +4,6 @@ and makes no other model."""
 import copy
 import json
 import math
-import os
 import random
 import shutil
 import signal
@@ -12,14 +11,27 @@ import struct
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import tapernorm as tn
+from broken import (
+    UP,
+    WEIGHTS,
+    both,
+    config,
+    directory,
+    edit,
+    entry,
+    gates,
+    index,
+    link,
+    pipe,
+    raw,
+    shard,
+    text,
+    weights,
+)
 from folders import byte_tokenizer, folded_by_hand, logits, tiny
 from tapernorm import untrusted
-
-WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -49,123 +61,7 @@ def no_hang():
     signal.alarm(0)
 
 
-def edit(name, **changes):
-    """Change entries of a JSON file; a key with `__` reaches into an object, and `None` as `...` takes one away."""
-
-    def change(folder):
-        path = folder / name
-        values = json.loads(path.read_text())
-        for key, value in changes.items():
-            *places, last = key.split("__")
-            inner = values
-            for place in places:
-                inner = inner[place]
-            if value is ...:
-                del inner[last]
-            else:
-                inner[last] = value
-        path.write_text(json.dumps(values))
-
-    return change
-
-
-def config(**changes):
-    return edit("config.json", **changes)
-
-
-def text(name, content):
-    return lambda folder: (folder / name).write_text(content)
-
-
-def weights(change, name=WEIGHTS):
-    """Change the dict of tensors of a safetensors file."""
-
-    def apply(folder):
-        state = load_file(folder / name)
-        with safe_open(folder / name, "pt") as file:
-            metadata = file.metadata()
-        change(state)
-        save_file(state, folder / name, metadata=metadata)
-
-    return apply
-
-
-def raw(change, name=WEIGHTS):
-    """Change the bytes of a file."""
-
-    def apply(folder):
-        path = folder / name
-        path.write_bytes(change(path.read_bytes()))
-
-    return apply
-
-
-def header(change, name=WEIGHTS):
-    """Change the header of a safetensors file and leave its data."""
-
-    def apply(data):
-        size = struct.unpack("<Q", data[:8])[0]
-        values = json.loads(data[8 : 8 + size])
-        change(values)
-        made = json.dumps(values).encode()
-        return struct.pack("<Q", len(made)) + made + data[8 + size :]
-
-    return raw(apply, name)
-
-
-def link(name, to):
-    def change(folder):
-        target = folder.parent / "elsewhere"
-        if to == "outside":
-            shutil.copyfile(folder / name, target)
-        (folder / name).unlink()
-        (folder / name).symlink_to({"outside": target, "nowhere": folder / "nothing", "itself": folder / name}[to])
-
-    return change
-
-
-def pipe(name):
-    def change(folder):
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return change
-
-
-def directory(name):
-    def change(folder):
-        (folder / name).unlink()
-        (folder / name).mkdir()
-
-    return change
-
-
-def shard(new):
-    """The index names another file in place of the first shard, which is there."""
-
-    def change(folder):
-        path = folder / untrusted.INDEX
-        index = json.loads(path.read_text())
-        first = sorted(set(index["weight_map"].values()))[0]
-        outside = folder.parent / "elsewhere.safetensors"
-        shutil.copyfile(folder / first, outside)
-        name = str(outside) if new == "absolute" else new
-        index["weight_map"] = {k: name if v == first else v for k, v in index["weight_map"].items()}
-        path.write_text(json.dumps(index))
-
-    return change
-
-
-def both(*changes):
-    return lambda folder: [change(folder) for change in changes]
-
-
-def entry(name, **values):
-    return header(lambda head: head[name].update(values))
-
-
 Q = "model.layers.0.self_attn.q_proj"
-UP = "model.layers.1.mlp.up_proj.weight"
 EVIL = "open(__file__ + '.ran', 'w').close()\n"
 
 # (folder, what is done to it, a part of the sentence)
@@ -288,8 +184,10 @@ BROKEN = {
     "index-gone": ("shards", lambda folder: (folder / untrusted.INDEX).unlink(), "no model.safetensors.index.json"),
     "index-cut": ("shards", raw(lambda data: data[:50], untrusted.INDEX), "not sound JSON"),
     "index-numbers": ("shards", edit(untrusted.INDEX, weight_map={"a": 5}), "not a file of this folder"),
-    "index-says-other": ("shards", lambda folder: swap_in_index(folder), "does not hold it|does not say"),
-    "index-forgets": ("shards", lambda folder: forget_in_index(folder), "does not say"),
+    "index-says-other": (
+        "shards", index(lambda _, files: {files[0]: files[1], files[1]: files[0]}), "does not hold it|does not say",
+    ),
+    "index-forgets": ("shards", edit(untrusted.INDEX, **{f"weight_map__{UP}": ...}), "does not say"),
     # half-tapered
     "taper-unknown-field": ("tapered", config(tapered={"evil": 1}), "no field 'evil'"),
     "taper-a-list": ("tapered", config(tapered=[1]), "must be a dict"),
@@ -314,26 +212,6 @@ BROKEN = {
     "tokenizer-link-outside": ("free", link("tokenizer.json", "outside"), "leads out of its folder"),
     "tokenizer-config-list": ("free", text("tokenizer_config.json", "[]"), "holds a list"),
 }  # fmt: skip
-
-
-def gates(state, value):
-    return {name: torch.full_like(t, value) for name, t in state.items() if name.endswith(".gate")}
-
-
-def swap_in_index(folder):
-    path = folder / untrusted.INDEX
-    index = json.loads(path.read_text())
-    files = sorted(set(index["weight_map"].values()))
-    swap = {files[0]: files[1], files[1]: files[0]}
-    index["weight_map"] = {k: swap.get(v, v) for k, v in index["weight_map"].items()}
-    path.write_text(json.dumps(index))
-
-
-def forget_in_index(folder):
-    path = folder / untrusted.INDEX
-    index = json.loads(path.read_text())
-    del index["weight_map"][UP]
-    path.write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -1,6 +1,5 @@
 """Folding from disk to disk: the same bits as in memory for every family, nothing half-written, and it goes on."""
 
-import copy
 import json
 import os
 import shutil
@@ -16,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import tapernorm as tn
 from families import FAMILIES
-from folders import byte_tokenizer
+from folders import byte_tokenizer, taper_row, to_gate
 from tapernorm import shard_plan, shards, streaming, untrusted
 from tapernorm.modules import taper_norms
-from tapernorm.sites import find_sites
 
 ROWS = {row.name: row for row in FAMILIES if row.goes and row.model_type != "timm"}
 
@@ -31,18 +29,8 @@ def half_tapered(row, folder, dtype, shard="6KB", gate=0.0, prefix=(), **changes
         changes.setdefault("experts_implementation", "eager")
     model, example = row.build(**changes).to(dtype), row.example
     example = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()}
-    sites = find_sites(model, example)
-    keep = tuple(site.name for site in sites if site.role == "final" and not site.removable)
-    config = tn.TaperConfig(arm="all", keep=keep, post=row.post, anchor_weight=0, prefix=prefix)
-    tn.taper_(model, config, example=example)
-    generator = torch.Generator().manual_seed(7)
-    for module in taper_norms(model).values():
-        fixed = module.fixed_norm
-        fixed.c.copy_(0.5 * torch.rand(1, generator=generator) + 0.3)
-        fixed.weight.copy_(torch.rand(fixed.weight.shape, generator=generator) + 0.5)
-        if fixed.bias is not None:
-            fixed.bias.copy_(0.3 * torch.randn(fixed.bias.shape, generator=generator))
-        module.set_gate(gate)
+    taper_row(row, model, example, prefix=prefix)
+    to_gate(model, gate)
     tn.save_pretrained(model, folder, tokenizer=byte_tokenizer(), max_shard_size=shard)
     return model, example
 
@@ -142,6 +130,18 @@ def test_a_run_that_was_stopped_goes_on(half, tmp_path, monkeypatch, stop):
     assert kept.items() <= finished(tmp_path / "out").items()
     same_bits(contents(tmp_path / "out")[0], contents(tmp_path / "whole")[0])
     assert [path.name for path in (tmp_path / "out").glob(".*")] == []
+
+
+def test_what_lies_beside_the_weights_is_written_anew(half, tmp_path, monkeypatch):
+    """A run that was stopped while it copied a file has left half of it."""
+    monkeypatch.setattr(shards, "_compare", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        shards.fold_folder(half / "gpt2", tmp_path / "out", compare=True)
+    monkeypatch.undo()
+    left = tmp_path / ".out.folding" / "tokenizer.json"
+    left.write_bytes(left.read_bytes()[:100])
+    assert shards.fold_folder(half / "gpt2", tmp_path / "out").resumed > 1
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (half / "gpt2" / "tokenizer.json").read_bytes()
 
 
 def test_of_another_checkpoint_nothing_is_kept(half, tmp_path, monkeypatch):
@@ -255,7 +255,7 @@ def large(folder, gigabytes, shards_of=1 << 30):
         vocab_size=32000, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=16,
         num_key_value_heads=16, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
-    small = transformers.LlamaForCausalLM(copy.deepcopy(config).from_dict({**config.to_dict(), "num_hidden_layers": 1}))
+    small = transformers.LlamaForCausalLM(config.from_dict({**config.to_dict(), "num_hidden_layers": 1}))
     small = small.bfloat16()
     controller = tn.taper_(small, tn.TaperConfig())
     for module in taper_norms(small).values():

@@ -31,7 +31,7 @@ def is_own_card(path: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    return is_own_card(path) if path.name == CARD else _OWN_FILES.fullmatch(path.name) is not None
+    return is_own_card(path) if path.name == CARD else is_own_file(path.name)
 
 
 def refuse_occupied(target: Path, overwrite: bool) -> None:

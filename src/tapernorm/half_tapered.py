@@ -50,13 +50,13 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """
     state: dict[str, torch.Tensor] = {}
     same: dict[str, str] = {}
-    for path in untrusted.weight_files(folder):
+    files, index = untrusted.indexed_files(folder)
+    for path in files:
         with safe_open(path, framework="pt") as file:
             state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             same |= file.metadata() or {}
-    if (folder / untrusted.INDEX).is_file():  # which holds the names where there are several files
-        said = untrusted.read_json(folder / untrusted.INDEX).get("metadata") or {}
-        same |= {name: kept for name, kept in said.items() if isinstance(kept, str)}
+    said = index.get("metadata") or {}  # which holds the names where there are several files
+    same |= {name: kept for name, kept in said.items() if isinstance(kept, str)}
     return state | {name: state[kept] for name, kept in same.items() if kept in state and name not in state}
 
 

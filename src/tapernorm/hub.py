@@ -113,9 +113,8 @@ def push_to_hub(
         raise ValueError(f"{folder} is not a model folder: there is no config.json in it")
     api = HfApi(token=token)
     name = api.create_repo(repository, private=private, exist_ok=True).repo_id
-    theirs = api.file_exists(name, _folder.CARD) and not _folder.is_own_card(
-        Path(api.hf_hub_download(name, "README.md"))
-    )
+    there = api.file_exists(name, _folder.CARD)
+    theirs = there and not _folder.is_own_card(Path(api.hf_hub_download(name, _folder.CARD)))
     skipped = [_folder.CARD] if theirs else []
     return str(
         api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=skipped, commit_message="Upload model")

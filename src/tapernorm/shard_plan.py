@@ -32,7 +32,7 @@ _LARGEST_SLICE = 1 << 26  # numbers that cannot be cut further, 512 MB in float6
 # than the whole, so in a weight with more of them the last bit of float64 may differ from what `fold_` makes, before it
 # is rounded to the weight's dtype.
 _AT_ONCE = 1 << 24
-_ROWS = 4  # of every scaled weight that are looked at again
+_ROWS = 4  # of a scaled weight that are looked at again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,6 @@ class Out:
     """A tensor of the output: where it comes from, and what is done to it."""
 
     source: Stored
-    dtype: str
     shape: tuple[int, ...]
     steps: tuple[Step, ...] = ()
     bias_of: tuple[tuple[str, Step], ...] = ()  # (weight, step) for each norm whose shift a bias takes up
@@ -83,10 +82,12 @@ class Out:
         return bool(self.steps or self.bias_of)
 
     @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * torch.empty(0, dtype=DTYPES[self.dtype]).element_size() if self.changed else (
-            self.source.nbytes
-        )  # fmt: skip
+        return dataclasses.replace(self.source, shape=self.shape).nbytes
 
 
 class Plan:
@@ -139,8 +140,8 @@ class Plan:
                     raise FoldError(f"{link.weight} is to take up both {claimed[key]} and {site.name}")
                 claimed[key] = site.name
                 self._claim(model, site, branch, link)
-        for weight, steps in self.steps.items():
-            self.pieces(weight, steps)  # refuses what cannot be cut
+        for weight in self.steps:
+            self.pieces(weight)  # refuses what cannot be cut
 
     def _claim(self, model: Any, site: NormSite, branch: Branch, link: Consumer) -> None:
         from transformers.pytorch_utils import Conv1D  # imported late: slow
@@ -155,18 +156,18 @@ class Plan:
         self.steps.setdefault(link.weight, []).append(step)
         if step.forwards and branch.bias is None:
             return
-        bias = link.bias or f"{link.owner}.bias"
-        if link.bias is None and isinstance(getattr(owner, "bias", None), nn.Parameter):
-            bias = f"{link.owner}.bias"
-        self.shifted.setdefault(bias, []).append((link.weight, step))
+        self.shifted.setdefault(link.bias or f"{link.owner}.bias", []).append((link.weight, step))
 
     def _source(self, name: str) -> Stored:
         return self.tensors[self.names[name]]
 
-    def pieces(self, weight: str, steps: list[Step]) -> Iterator[Index]:
+    def _whole(self, weight: str) -> set[int]:
+        """The axes along which a weight is not cut."""
+        return {step.axis for step in self.steps[weight] if step.needs_all}
+
+    def pieces(self, weight: str) -> Iterator[Index]:
         """The parts in which a weight is scaled."""
-        shape = self._source(weight).shape
-        whole = {step.axis for step in steps if step.needs_all}
+        shape, whole = self._source(weight).shape, self._whole(weight)
         smallest = math.prod(shape[axis] for axis in whole)
         if smallest > _LARGEST_SLICE:
             raise FoldError(f"{weight}: {smallest:,} numbers of it are needed at a time; fold it in memory, with fold_")
@@ -192,7 +193,7 @@ class Plan:
             assert step.branch.bias is not None
             shape = self._source(weight).shape
             out = torch.empty([n for axis, n in enumerate(shape) if axis != step.axis], dtype=torch.float64)
-            for index in parts(shape, {s.axis for s in self.steps[weight] if s.needs_all}, _AT_ONCE):
+            for index in parts(shape, self._whole(weight), _AT_ONCE):
                 w = self.scaled(weight, index, upto=step).movedim(step.axis, -1)
                 out[tuple(part for axis, part in enumerate(index) if axis != step.axis)] = w @ step.branch.bias
             self._shifts[key] = step.factor * out
@@ -218,47 +219,37 @@ class Plan:
             if out.bias_of:
                 target.write((slice(None),) * len(out.shape), self.bias(name, out), file)
                 return
-            for index in self.pieces(name, list(out.steps)):
+            for index in self.pieces(name):
                 target.write(index, self.scaled(name, index), file)
 
         return fill
 
-    @property
-    def biases(self) -> set[str]:
-        return set(self.shifted)
-
     def apply(self, model: Any) -> None:
         """Fold the model on the meta device, and lay out the files: every tensor in the shard that it came from."""
-        before = {name: id(p) for name, p in model.state_dict(keep_vars=True).items()}
         for weight in self.steps:
             link = next(link for site, _ in self.sites for link in _targets(site) if link.weight == weight)
             if _is_tied(model, link):
                 setattr(model.get_submodule(link.owner), weight.rpartition(".")[2], _fresh(model.get_parameter(weight)))
                 self.untied.append(weight)
         for bias in self.shifted:
-            owner, weight = model.get_submodule(bias.rpartition(".")[0]), self.shifted[bias][0][0]
-            if getattr(owner, "bias", None) is None and self._is_made(bias):
-                shape = self._bias_shape(weight, self.shifted[bias][0][1])
-                owner.register_parameter("bias", nn.Parameter(torch.empty(shape, device="meta", dtype=torch.bfloat16)))
+            if bias not in self.names and self.bias(bias, out := self._made(bias)).any():  # none is made to hold zeros
+                made = nn.Parameter(torch.empty(out.shape, device="meta", dtype=torch.bfloat16))
+                model.get_submodule(bias.rpartition(".")[0]).register_parameter("bias", made)
                 self.new_biases.append(bias)
         for site, _ in self.sites:
             model.set_submodule(site.name, nn.Identity())
         for name in self.untied:
             _untie_configs(model, name)
-        self._lay_out(model, before)
+        self._lay_out(model)
 
-    def _is_made(self, bias: str) -> bool:
-        """Whether a bias that is not there would be more than zeros."""
+    def _made(self, bias: str) -> Out:
+        """A bias where there was none."""
         weight, step = self.shifted[bias][0]
-        source = dataclasses.replace(self._source(weight), shape=self._bias_shape(weight, step))
-        out = Out(source, source.dtype, source.shape, bias_of=tuple(self.shifted[bias]), made=True)
-        return bool(self.bias(bias, out).any())
+        source = self._source(weight)
+        outputs = tuple(n for axis, n in enumerate(source.shape) if (axis == step.axis) != step.forwards)
+        return Out(source, outputs, bias_of=tuple(self.shifted[bias]), made=True)
 
-    def _bias_shape(self, weight: str, step: Step) -> tuple[int, ...]:
-        shape = self._source(weight).shape
-        return (shape[step.axis],) if not step.forwards else tuple(n for a, n in enumerate(shape) if a != step.axis)
-
-    def _lay_out(self, model: Any, before: dict[str, int]) -> None:
+    def _lay_out(self, model: Any) -> None:
         ties = set(getattr(model, "all_tied_weights_keys", None) or ())
         groups: dict[int, list[str]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -266,19 +257,15 @@ class Plan:
         for group in groups.values():
             name = next((n for n in group if n not in ties), group[0])
             if name in self.new_biases:
-                weight, step = self.shifted[name][0]
-                source, shape = self._source(weight), self._bias_shape(weight, step)
+                out = self._made(name)
             else:
-                assert name in before
-                source = self._source(name)
-                shape = source.shape
-            steps, biased = tuple(self.steps.get(name, ())), tuple(self.shifted.get(name, ()))
-            out = Out(source, source.dtype, shape, steps, biased, made=name in self.new_biases)
-            self.shards.setdefault(source.file.name, {})[name] = out
+                source, steps, shifts = self._source(name), self.steps.get(name, ()), self.shifted.get(name, ())
+                out = Out(source, source.shape, tuple(steps), tuple(shifts))
+            self.shards.setdefault(out.source.file.name, {})[name] = out
         self.shards = dict(sorted(self.shards.items()))
 
     def look(self, folder: Path) -> tuple[int, float]:
-        """Read rows of every scaled weight again, from both files, and compare them by other arithmetic.
+        """Read rows of every weight that takes up one norm again, from both files; compare them by other arithmetic.
 
         Returns (rows, the largest error relative to the row). Raises FoldError where it is more than rounding.
         """

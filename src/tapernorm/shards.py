@@ -4,7 +4,7 @@
     read      gates, c, γ̃ and β̃, which are small
     stream    each tensor from its input shard to the output shard, some rows at a time, the products in float64, in
               the order and with the rounding of `fold_`: the same bits
-    look      rows of every scaled weight are read again from both files and compared by other arithmetic
+    look      rows of every weight that takes up one norm are read again from both files, compared by other arithmetic
 
 An output shard is written under another name, flushed and renamed. A run that was stopped goes on after the last shard
 that is whole. Memory: a few times the rows in flight, some 100 MB beside Python and torch themselves.
@@ -18,10 +18,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +88,6 @@ def fold_folder(
     target: str | Path,
     overwrite: bool = False,
     compare: bool = False,
-    progress: Callable[[int], None] | None = None,
 ) -> StreamReport:
     """Fold the half-tapered folder `source` into a norm-free folder `target`, without loading the model.
 
@@ -100,7 +97,6 @@ def fold_folder(
         overwrite: as of `save_pretrained`.
         compare: at the end, load the unfolded model, then the folded one, and hold their outputs to the bounds of
             `fold_`; needs memory for the model.
-        progress: called with the number of bytes of every file that is done.
 
     Raises:
         ValueError: `source` is no sound half-tapered folder; `target` is somebody's; the disk is too small.
@@ -120,9 +116,7 @@ def fold_folder(
     _refuse_full_disk(target, total - sum((staging / name).stat().st_size for name in finished))
     for name, shard in plan.shards.items():
         if name not in finished:
-            write_file(staging / name, _fills(plan, shard), last=plan.biases)
-        if progress is not None:
-            progress((staging / name).stat().st_size)
+            write_file(staging / name, _fills(plan, shard), last=set(plan.shifted))
     _write_rest(source, staging, config, model, plan)
     rows, row_error = plan.look(staging)
     errors = _compare(source, staging, target) if compare else (None, None, None)
@@ -170,8 +164,7 @@ def _prepare(source: Path) -> tuple[Any, Any, Plan]:
     with untrusted.explained(str(source)):
         model = hub.skeleton_of(config)
         untrusted.check_size(source, model, found)
-        taper = TaperConfig.from_dict(config.tapered)
-        taper_(model, taper)
+        taper_(model, TaperConfig.from_dict(config.tapered))
     tensors: dict[str, Any] = {}
     for path in untrusted.weight_files(source):
         tensors |= stored(path)
@@ -277,9 +270,12 @@ def _write_rest(source: Path, staging: Path, config: Any, model: Any, plan: Plan
     shutil.copyfile(modeling.__file__, staging / Path(modeling.__file__).name)
     for path in sorted(source.iterdir()):
         skipped = _folder.is_weights(path.name) or path.name in ("config.json", "taper.json", "modeling_tapernorm.py")
-        if skipped or not _folder.is_own_file(path.name) or (staging / path.name).exists():
+        if skipped or not _folder.is_own_file(path.name):
             continue
-        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, staging / path.name)
+        if path.is_dir():
+            shutil.copytree(path, staging / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, staging / path.name)
     with torch.device("meta"):
         twin = modeling.get_class(folded.architectures[0])(folded)
     written = {name: out.shape for shard in plan.shards.values() for name, out in shard.items()}
@@ -298,6 +294,6 @@ def _compare(source: Path, staging: Path, target: Path) -> tuple[float, float, f
         with evaluation(model):
             outputs.append(_outputs(model, inputs))
         del model
-    if not all(math.isfinite(float(t.double().abs().max())) for t in outputs[0]):
+    if not all(torch.isfinite(t).all() for t in outputs[0]):
         raise FoldError(f"the unfolded model's output is not finite; {target} was not written")
     return _check(*outputs)

@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -134,11 +134,12 @@ def write_file(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], Fill]]
         OSError: the disk is full, or the folder cannot be written; nothing is left behind then.
     """
     order = sorted(tensors, key=lambda name: (-_SIZES[tensors[name][0]], name))  # which keeps every tensor aligned
-    head, end = {"__metadata__": {"format": "pt"}}, 0
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name in order:
         dtype, shape, _ = tensors[name]
         size = math.prod(shape) * _SIZES[dtype]
-        head[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}  # type: ignore[assignment]
+        head[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -150,8 +151,8 @@ def write_file(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], Fill]]
             file.truncate(begin + end)
             for name in sorted(order, key=lambda name: name in last):
                 dtype, shape, fill = tensors[name]
-                start = begin + head[name]["data_offsets"][0]  # type: ignore[call-overload]
-                fill(Stored(temporary, int(start), dtype, shape), file)
+                start = begin + head[name]["data_offsets"][0]
+                fill(Stored(temporary, start, dtype, shape), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

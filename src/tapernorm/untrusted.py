@@ -184,12 +184,17 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: the index is broken, names files that are not there, or there are shards that it does not name.
     """
+    return indexed_files(folder)[0]
+
+
+def indexed_files(folder: Path) -> tuple[list[Path], dict[str, Any]]:
+    """As `weight_files`, and what the index holds: {} where there is none."""
     index = folder / INDEX
     if not index.is_file():
         strays = sorted(path.name for path in folder.glob("model-*-of-*.safetensors"))
         if strays and not (folder / "model.safetensors").is_file():
             raise ValueError(f"{folder} holds {strays[0]}, and no {INDEX} that says what is in it")
-        return [path for path in [folder / "model.safetensors"] if path.is_file()]
+        return [path for path in [folder / "model.safetensors"] if path.is_file()], {}
     values = read_json(index)
     _refuse_paths(index, values)
     names = sorted(set(values.get("weight_map", {}).values()))
@@ -198,7 +203,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing, though {INDEX} names it; the download may be incomplete")
-    return [folder / name for name in names]
+    return [folder / name for name in names], values
 
 
 def headers(folder: Path, quantized: bool = False) -> dict[str, Entry]:
@@ -209,15 +214,16 @@ def headers(folder: Path, quantized: bool = False) -> dict[str, Entry]:
             the index says; a weight that is not floating-point, unless the checkpoint is quantized.
     """
     found: dict[str, Entry] = {}
-    for path in weight_files(folder):
+    files, index = indexed_files(folder)
+    for path in files:
         for name, entry in header(path).items():
             if name in found:
                 raise ValueError(f"{path}: {name} is in {found[name].file.name} too")
             if not quantized and entry.dtype not in _FLOATS and (entry.dtype not in _WHOLE or name.endswith("weight")):
                 raise ValueError(f"{path}: {name} is {entry.dtype}, which is not a dtype of weights")
             found[name] = entry
-    if (folder / INDEX).is_file():
-        _compare_index(folder / INDEX, found)
+    if index:
+        _compare_index(folder / INDEX, index["weight_map"], found)
     return found
 
 
@@ -234,8 +240,7 @@ def header(path: Path) -> dict[str, Entry]:
     return found
 
 
-def _compare_index(index: Path, found: dict[str, Entry]) -> None:
-    said = read_json(index)["weight_map"]
+def _compare_index(index: Path, said: dict[str, str], found: dict[str, Entry]) -> None:
     for name in sorted(said.keys() | found.keys()):
         if name not in found:
             raise ValueError(f"{index} places {name} in {said[name]}, which does not hold it")
