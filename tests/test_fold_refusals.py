@@ -34,7 +34,7 @@ def test_a_failed_check_undoes_everything(row, arm, training, monkeypatch):
         assert not taper_norms(model)  # it is folded at this moment
         raise fold.FoldError("no")
 
-    monkeypatch.setattr(fold, "_check", fail)
+    monkeypatch.setattr(fold, "compare_outputs", fail)
     refused(model, "^no$")
     assert torch.equal(logits(model.eval()), wanted)
     monkeypatch.undo()
@@ -46,8 +46,8 @@ def test_a_failed_check_undoes_everything(row, arm, training, monkeypatch):
 @pytest.mark.parametrize(("error", "at"), [(RuntimeError, 0), (KeyboardInterrupt, 4), (fold.FoldError, -1)])
 def test_an_exception_in_the_middle_undoes_everything(row, error, at, monkeypatch):
     model = tapered(row, "all", dtype=torch.bfloat16)
-    original, calls = fold._rounded, []
-    monkeypatch.setattr(fold, "_rounded", lambda *args: calls.append(args) or original(*args))
+    original, calls = fold.rounded, []
+    monkeypatch.setattr(fold, "rounded", lambda *args: calls.append(args) or original(*args))
     tn.fold_(copy.deepcopy(model))
     at = at % len(calls)
     calls.clear()
@@ -58,15 +58,15 @@ def test_an_exception_in_the_middle_undoes_everything(row, error, at, monkeypatc
         calls.append(args)
         return original(*args)
 
-    monkeypatch.setattr(fold, "_rounded", fail)
+    monkeypatch.setattr(fold, "rounded", fail)
     refused(model, "in the middle", error)
 
 
 @ROW
-@pytest.mark.parametrize("where", ["_untie_configs", "_outputs"])
+@pytest.mark.parametrize("where", ["untie_configs", "outputs_of"])
 def test_an_exception_at_the_end_undoes_everything(row, where, monkeypatch):
-    if where == "_untie_configs" and not row.tied:
-        where = "_check"
+    if where == "untie_configs" and not row.tied:
+        where = "compare_outputs"
     model = tapered(row, "all")
     original = getattr(fold, where)
 

@@ -32,6 +32,7 @@ from tapernorm import adapters
 from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.modules import NO_EPS, FixedLinear, FixedScale, TaperNorm, evaluation, taper_norms
 from tapernorm.prefix import prefix_of
+from tapernorm.products import backwards, claims, forwards, refuse_no_bias, rounded, targets
 from tapernorm.sites import NormSite, default_example, examine, run
 from tapernorm.soundness import FoldError, refuse_held, refuse_lost
 from tapernorm.trace import Consumer, tensors
@@ -96,7 +97,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
     plan, sites, narrowed = _audit(model, tapered, inputs)
     with evaluation(model):
         refuse_held(model, tapered, inputs)
-        before = _outputs(model, inputs)
+        before = outputs_of(model, inputs)
         if not before:
             raise FoldError("the model's output on the example holds no floating-point tensor: nothing to compare")
         if not all(torch.isfinite(t).all() for t in before):
@@ -107,7 +108,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
             undo = _Undo(model, Path(folder) / "before.safetensors", plan)
             try:
                 new_biases, untied = _apply(model, plan)
-                error, relative, bound = _check(before, _outputs(model, inputs), narrowed)
+                error, relative, bound = compare_outputs(before, outputs_of(model, inputs), narrowed)
             except BaseException:
                 undo()
                 raise
@@ -153,40 +154,24 @@ def _audit(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> tupl
             raise FoldError(f"{name}: the gate is {gate:.4g}{when}; fold when the taper is done and it is 0")
     found, narrowed = examine(model, inputs)
     sites = {site.name: site for site in found}
-    claimed: dict[tuple[str, bool], str] = {}
-    for name in tapered:
-        if name not in sites:
-            raise FoldError(f"{name}: it did not run on the example, so nobody knows what reads it; pass example=...")
-        site = sites[name]
-        if not site.removable and site.producer is None:
-            raise FoldError(f"{name}: it can no longer be folded: {site.reason}")
-        for link in _targets(site):
-            key = link.weight, site.removable
-            if key in claimed:
-                raise FoldError(f"{link.weight} is to take up both {claimed[key]} and {name}")
-            claimed[key] = name
-            _audit_consumer(model, name, link, needs_bias=tapered[name].fixed_norm.bias is not None)
+    missing = next((name for name in tapered if name not in sites), None)
+    if missing is not None:
+        raise FoldError(f"{missing}: it did not run on the example, so nobody knows what reads it; pass example=...")
+    for site, link in claims(sites[name] for name in tapered):
+        _audit_consumer(model, site.name, link, needs_bias=tapered[site.name].fixed_norm.bias is not None)
     return [(sites[name], module) for name, module in tapered.items()], found, narrowed
 
 
-def _targets(site: NormSite) -> tuple[Consumer, ...]:
-    """The linear maps that take a norm up: what reads it or, for a post-norm, what it reads."""
-    return (site.producer,) if not site.removable and site.producer else site.links
-
-
 def _audit_consumer(model: nn.Module, name: str, link: Consumer, needs_bias: bool) -> None:
-    from transformers.pytorch_utils import Conv1D  # imported late: slow
-
     weight, owner = model.get_parameter(link.weight), model.get_submodule(link.owner)
-    kind = type(owner).__name__
     if weight.is_meta:
         raise FoldError(f"{link.weight} is on the meta device: load the weights first")
     if hasattr(weight, "ds_id") or type(weight.data) is not Tensor:
         raise FoldError(f"{link.weight} ({type(weight.data).__name__}) is sharded or wrapped: gather it before folding")
     if hasattr(owner, "parametrizations"):
         raise FoldError(f"{link.owner} is parametrized: remove its parametrizations before folding")
-    if needs_bias and link.bias is None and not isinstance(owner, nn.Linear | Conv1D):
-        raise FoldError(f"{link.owner}: {name} has a bias, and a {kind} without one cannot be given one")
+    if needs_bias:
+        refuse_no_bias(owner, name, link)
 
 
 def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
@@ -194,13 +179,13 @@ def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
     new_biases, untied = [], []
     for site, module in plan:
         fold_into = _forwards if site.removable else _backwards
-        for link in _targets(site):
+        for link in targets(site):
             weight, owner = model.get_parameter(link.weight), model.get_submodule(link.owner)
             w = weight.detach().double().movedim(link.axis, -1)  # [.., D], the other dimensions as they are stored
             w, taker, change = fold_into(model, site, link, w, *_fixed_branch(module))
             new_biases += _change_bias(model, taker, change)
-            w = _rounded(w.movedim(-1, link.axis), weight.dtype, link.weight)
-            if _is_tied(model, link):
+            w = rounded(w.movedim(-1, link.axis), weight.dtype, link.weight).contiguous()
+            if is_tied(model, link):
                 setattr(owner, link.weight.rpartition(".")[2], nn.Parameter(w, weight.requires_grad))
                 untied.append(link.weight)
             else:
@@ -209,14 +194,9 @@ def _apply(model: nn.Module, plan: Plan) -> tuple[list[str], list[str]]:
         gone.eps = NO_EPS
         model.set_submodule(site.name, gone)
     for name in untied:
-        _untie_configs(model, name)
+        untie_configs(model, name)
     adapters.declare_biases(model)
     return new_biases, untied
-
-
-def _centred(w: Tensor, kind: str) -> Tensor:
-    """w (I − 11ᵀ/D) for a layer norm, w for an RMS norm. w: [.., D]"""
-    return w - w.mean(-1, keepdim=True) if kind == "layer" else w
 
 
 Change = Callable[[Tensor], Tensor]  # of a bias, in float64; it is given zeros where there is none
@@ -226,7 +206,7 @@ def _forwards(
     model: nn.Module, site: NormSite, link: Consumer, w: Tensor, scale: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Consumer, Change]:
     """Into a reader: (W', the linear map whose bias takes up β̃, how). w: [.., D]"""
-    new = _centred(w * scale, site.kind) if scale.dim() == 1 else w @ scale
+    new = forwards(w, scale, site.kind) if scale.dim() == 1 else w @ scale
     if bias is None:
         return new, link, lambda b: b
     shift = adapters.carried(model, link, link.factor * (w @ bias))
@@ -240,7 +220,7 @@ def _backwards(
     shift = 0 if bias is None else bias
     if scale.dim() == 2:
         return w @ scale.T, link, lambda b: b.expand(len(scale)) @ scale.T + shift
-    return _centred(w, site.kind) * scale, link, lambda b: _centred(b, site.kind) * scale + shift
+    return backwards(w, scale, site.kind), link, lambda b: backwards(b, scale, site.kind) + shift
 
 
 def _change_bias(model: nn.Module, link: Consumer, change: Change) -> list[str]:
@@ -249,12 +229,12 @@ def _change_bias(model: nn.Module, link: Consumer, change: Change) -> list[str]:
     name = link.bias or f"{link.owner}.bias"
     if link.bias is not None or isinstance(getattr(owner, "bias", None), nn.Parameter):
         bias = model.get_parameter(name)
-        bias.data.copy_(_rounded(change(bias.detach().double()), bias.dtype, name))
+        bias.data.copy_(rounded(change(bias.detach().double()), bias.dtype, name))
         return []
     made = change(torch.zeros((), dtype=torch.float64, device=weight.device))
     if not torch.any(made != 0):
         return []
-    owner.register_parameter("bias", nn.Parameter(_rounded(made, weight.dtype, name), weight.requires_grad))
+    owner.register_parameter("bias", nn.Parameter(rounded(made, weight.dtype, name), weight.requires_grad))
     return [name]
 
 
@@ -267,17 +247,7 @@ def _fixed_branch(module: TaperNorm) -> tuple[Tensor, Tensor | None]:
     return fixed.c.double() * fixed.weight.detach().double(), bias
 
 
-def _rounded(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    rounded = value.to(dtype).contiguous()
-    if not torch.isfinite(rounded).all():
-        raise FoldError(f"{name} does not fit {dtype} after scaling (largest value {value.abs().max():.3g})")
-    lost = (rounded.abs() < torch.finfo(dtype).tiny) & (value.abs() >= torch.finfo(dtype).tiny * 1e-3)
-    if dtype == torch.float16 and lost.any():
-        log.warning("%s: %d values become subnormal in %s", name, int(lost.sum()), dtype)
-    return rounded
-
-
-def _is_tied(model: nn.Module, link: Consumer) -> bool:
+def is_tied(model: nn.Module, link: Consumer) -> bool:
     weight = model.get_parameter(link.weight)
     return sum(p is weight for _, p in model.named_parameters(remove_duplicate=False)) > 1
 
@@ -289,7 +259,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return [holder for holder in holders if hasattr(holder, "tie_word_embeddings")]
 
 
-def _untie_configs(model: nn.Module, name: str) -> None:
+def untie_configs(model: nn.Module, name: str) -> None:
     """The tie flag goes off in every config that holds it, or the next `tie_weights()` would undo the fold.
 
     Not where other ties remain, as between the embeddings of T5's encoder and decoder: there the model's own table
@@ -314,7 +284,7 @@ class _Undo:
     def __init__(self, model: nn.Module, path: Path, plan: Plan) -> None:
         self.model, self.path, self.plan = model, path, plan
         self.inner: Any = adapters.unwrapped(model)  # it holds the tables of ties
-        links = [link for site, _ in plan for link in _targets(site)]
+        links = [link for site, _ in plan for link in targets(site)]
         links += [other for link in links if (other := adapters.taker(model, link)) is not link]
         names = {link.weight for link in links} | {link.bias for link in links if link.bias}
         self.parameters = {name: model.get_parameter(name) for name in sorted(names)}
@@ -354,17 +324,20 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if fills else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _outputs(model: nn.Module, inputs: Any) -> list[Tensor]:
+def outputs_of(model: nn.Module, inputs: Any) -> list[Tensor]:
     """The logits, or whatever else the model puts out."""
     output = run(model, inputs)
     logits = getattr(output, "logits", None)
     return [t.detach().clone() for t in tensors(output if logits is None else logits) if t.is_floating_point()]
 
 
-def _check(before: list[Tensor], after: list[Tensor], narrowed: str = "") -> tuple[float, float, float]:
+def compare_outputs(
+    before: list[Tensor], after: list[Tensor], narrowed: str = "", left: str = "the model was put back as it was"
+) -> tuple[float, float, float]:
     """(largest absolute error, largest relative error, its bound); for half precision that is the bound of 30 dB.
 
     narrowed: where the model computes in float32 though its weights are float64, if anywhere.
+    left: what is left when the error is too large, for the message.
 
     Raises:
         FoldError: the error is above the bound.
@@ -384,7 +357,7 @@ def _check(before: list[Tensor], after: list[Tensor], narrowed: str = "") -> tup
         if not relative <= bound:
             raise FoldError(
                 f"the folded model's output differs by {relative:.2g} of its size, more than the {bound:.2g} that "
-                f"{dtype} allows; the model was put back as it was. Fold in float64 to see whether it is rounding"
+                f"{dtype} allows; {left}. Fold in float64 to see whether it is rounding"
             )
         largest = max(largest, error)
         worst = max(worst, (relative, bound), key=lambda pair: pair[0] / pair[1] if pair[1] else -1.0)

@@ -7,7 +7,6 @@ be the same.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm import untrusted
-from tapernorm.fold import _centred, _is_tied, _targets, _untie_configs
+from tapernorm.fold import is_tied, untie_configs
 from tapernorm.modules import taper_norms
+from tapernorm.products import backwards, claims, forwards, refuse_no_bias, rounded, targets
 from tapernorm.sites import NormSite, find_sites
 from tapernorm.soundness import FoldError
 from tapernorm.streaming import DTYPES, Fill, Index, Stored, parts, stored
 from tapernorm.trace import Consumer
-
-log = logging.getLogger(__name__)
 
 NUMBERS = 1 << 18  # in flight: 2 MB in float64, which a processor's cache holds
 _LARGEST_SLICE = 1 << 26  # numbers that cannot be cut further, 512 MB in float64
@@ -55,11 +53,9 @@ class Step:
     factor: float
 
     def apply(self, w: Tensor, index: Index) -> Tensor:
-        """w: a part of the weight in float64, which may be changed in place; index: which part."""
-        scale = self.branch.scale[index[self.axis]]
-        moved = w.movedim(self.axis, -1)
-        moved = _centred(moved.mul_(scale), self.kind) if self.forwards else _centred(moved, self.kind).mul_(scale)
-        return moved.movedim(-1, self.axis)
+        """w: a part of the weight in float64; index: which part."""
+        fold_into, scale = forwards if self.forwards else backwards, self.branch.scale[index[self.axis]]
+        return fold_into(w.movedim(self.axis, -1), scale, self.kind).movedim(-1, self.axis)
 
     @property
     def needs_all(self) -> bool:
@@ -130,27 +126,15 @@ class Plan:
 
     def claim(self, model: Any) -> None:
         """Give every weight its steps. Raises FoldError where `fold_` would refuse."""
-        claimed: dict[tuple[str, bool], str] = {}
-        for site, branch in self.sites:
-            if not site.removable and site.producer is None:
-                raise FoldError(f"{site.name}: it can no longer be folded: {site.reason}")
-            for link in _targets(site):
-                key = link.weight, site.removable
-                if key in claimed:
-                    raise FoldError(f"{link.weight} is to take up both {claimed[key]} and {site.name}")
-                claimed[key] = site.name
-                self._claim(model, site, branch, link)
+        branches = {site.name: branch for site, branch in self.sites}
+        for site, link in claims(site for site, _ in self.sites):
+            self._claim(model, site, branches[site.name], link)
         for weight in self.steps:
             self.pieces(weight)  # refuses what cannot be cut
 
     def _claim(self, model: Any, site: NormSite, branch: Branch, link: Consumer) -> None:
-        from transformers.pytorch_utils import Conv1D  # imported late: slow
-
-        owner = model.get_submodule(link.owner)
-        if branch.bias is not None and link.bias is None and not isinstance(owner, nn.Linear | Conv1D):
-            raise FoldError(
-                f"{link.owner}: {site.name} has a bias, and a {type(owner).__name__} without one cannot be given one"
-            )
+        if branch.bias is not None:
+            refuse_no_bias(model.get_submodule(link.owner), site.name, link)
         axis = link.axis % len(self._source(link.weight).shape)
         step = Step(axis, site.kind, site.removable, branch, link.factor)
         self.steps.setdefault(link.weight, []).append(step)
@@ -183,7 +167,7 @@ class Plan:
             if step is upto:
                 return w.double()
             wide = w.float().double() if w.dtype == torch.bfloat16 else w.double()  # the same; twice as quick
-            w = _rounded(step.apply(wide, index), dtype, weight)
+            w = rounded(step.apply(wide, index), dtype, weight)
         return w
 
     def shift(self, weight: str, step: Step) -> Tensor:
@@ -208,8 +192,8 @@ class Plan:
             if step.forwards:
                 b = b + self.shift(weight, step)
             else:
-                b = _centred(b, step.kind) * step.branch.scale + (0 if step.branch.bias is None else step.branch.bias)
-            value = _rounded(b, dtype, name)
+                b = backwards(b, step.branch.scale, step.kind) + (0 if step.branch.bias is None else step.branch.bias)
+            value = rounded(b, dtype, name)
         return value
 
     def filler(self, name: str, out: Out) -> Fill:
@@ -227,8 +211,8 @@ class Plan:
     def apply(self, model: Any) -> None:
         """Fold the model on the meta device, and lay out the files: every tensor in the shard that it came from."""
         for weight in self.steps:
-            link = next(link for site, _ in self.sites for link in _targets(site) if link.weight == weight)
-            if _is_tied(model, link):
+            link = next(link for site, _ in self.sites for link in targets(site) if link.weight == weight)
+            if is_tied(model, link):
                 setattr(model.get_submodule(link.owner), weight.rpartition(".")[2], _fresh(model.get_parameter(weight)))
                 self.untied.append(weight)
         for bias in self.shifted:
@@ -239,7 +223,7 @@ class Plan:
         for site, _ in self.sites:
             model.set_submodule(site.name, nn.Identity())
         for name in self.untied:
-            _untie_configs(model, name)
+            untie_configs(model, name)
         self._lay_out(model)
 
     def _made(self, bias: str) -> Out:
@@ -321,16 +305,3 @@ def _some_rows(shape: tuple[int, ...], axis: int) -> Iterator[Index]:
     for number in range(_ROWS):
         at = {dim: (shape[dim] - 1) * number // max(_ROWS - 1, 1) for dim in others}
         yield tuple(slice(None) if dim == axis else slice(at[dim], at[dim] + 1) for dim in range(len(shape)))
-
-
-def _rounded(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Rounded once. Raises FoldError where that is not finite."""
-    rounded = value.to(dtype)
-    if rounded.numel() and not all(torch.isfinite(end) for end in rounded.aminmax()):  # NaN is both, and it is quick
-        raise FoldError(f"{name} does not fit {dtype} after scaling (largest value {value.abs().max():.3g})")
-    if dtype == torch.float16:
-        tiny = torch.finfo(dtype).tiny
-        lost = int(((rounded.abs() < tiny) & (value.abs() >= tiny * 1e-3)).sum())
-        if lost:
-            log.warning("%s: %d values become subnormal in %s", name, lost, dtype)
-    return rounded

@@ -31,7 +31,7 @@ from tapernorm import _folder, card, hub, untrusted
 from tapernorm import modeling_tapernorm as modeling
 from tapernorm.config import TaperConfig
 from tapernorm.convert import taper_
-from tapernorm.fold import _check, _outputs
+from tapernorm.fold import compare_outputs, outputs_of
 from tapernorm.half_tapered import read_taper_state
 from tapernorm.inputs import default_example
 from tapernorm.layout import changed_config, layout_of
@@ -292,8 +292,8 @@ def _compare(source: Path, staging: Path, target: Path) -> tuple[float, float, f
         model, _ = hub.from_pretrained(place)
         inputs = default_example(model, batch=2, length=16)
         with evaluation(model):
-            outputs.append(_outputs(model, inputs))
+            outputs.append(outputs_of(model, inputs))
         del model
     if not all(torch.isfinite(t).all() for t in outputs[0]):
         raise FoldError(f"the unfolded model's output is not finite; {target} was not written")
-    return _check(*outputs)
+    return compare_outputs(*outputs, left=f"{target} was not written")
