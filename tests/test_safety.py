@@ -272,6 +272,15 @@ def test_paths_of_another_machine_in_a_tokenizer_do_no_harm(made, tmp_path):
     assert tn.from_pretrained(tmp_path / "model")[1]("a b").input_ids
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("modules.json", "[]"), ("trainer_state.json", '{"loss": NaN}'), ("notes.json", "{")]
+)
+def test_json_that_no_load_reads_does_no_harm(made, tmp_path, name, content):
+    shutil.copytree(made / "free", tmp_path / "model")
+    (tmp_path / "model" / name).write_text(content)
+    assert torch.equal(logits(tn.from_pretrained(tmp_path / "model")[0]), logits(tn.from_pretrained(made / "free")[0]))
+
+
 def _evil(chance):
     return chance.choice(
         [None, -1, 0, 1, 3, 2**31, 10**12, 1e308, -0.5, True, "", "x", "../x", [], [[]], {}, {"a": 1}, ["model"]]

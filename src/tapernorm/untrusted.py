@@ -62,7 +62,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
     """
     for path in _files(folder):
         _refuse_elsewhere(folder, path)
-    values = {path.name: read_json(path) for path in sorted(folder.glob("*.json")) if path.name not in _ANY_JSON}
+    values = {path.name: read_json(path) for path in sorted(folder.glob("*.json")) if _OBJECTS.fullmatch(path.name)}
     config = values.get("config.json")
     if config is None:
         raise ValueError(f"{folder} is not a model folder: there is no config.json in it")
@@ -72,7 +72,12 @@ def check_folder(folder: Path) -> dict[str, Any]:
     return config
 
 
-_ANY_JSON = ("tokenizer.json", "vocab.json", "taper.json")  # data of a kind of their own; their readers judge them
+# What transformers and peft read as an object. tokenizer.json, vocab.json and taper.json are data of a kind of their own,
+# which their readers judge; what else lies in a folder (modules.json, trainer_state.json) is none of a load's.
+_OBJECTS = re.compile(
+    r"(config|generation_config|adapter_config|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json"
+    r"|.*\.index\.json"
+)
 
 
 def _files(folder: Path) -> Iterator[Path]:
