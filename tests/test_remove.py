@@ -46,10 +46,9 @@ def test_the_fit_is_the_minimum_of_its_objective():
     x[:25] = x[25:50]  # so that the held-out quarter agrees with what is fitted, and a ridge is chosen
     y[:25] = y[25:50]
     found = fit_map(x, y, prior, ridges=(0.1,))
-    xs, ys = x[25:], y[25:]
     weight = found.weight.clone().requires_grad_()
-    size = xs.pow(2).sum(0).mean()
-    loss = (ys - xs @ weight.T).pow(2).sum() + 0.1 * size * (weight - prior).pow(2).sum()
+    size = x.pow(2).sum(0).mean()
+    loss = (y - x @ weight.T).pow(2).sum() + 0.1 * size * (weight - prior).pow(2).sum()
     (gradient,) = torch.autograd.grad(loss, weight)
     assert found.ridge == 0.1
     assert gradient.abs().max() < 1e-9 * loss.item()

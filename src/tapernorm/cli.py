@@ -93,7 +93,7 @@ def remove(
     prefix: o.Prefix = "auto",
     keep: o.Keep = None,
     refit: Annotated[bool, typer.Option(help="Also fit the linear maps that write into the residual.")] = True,
-    fit_tokens: Annotated[int, typer.Option(help="Tokens of the training text to fit on.")] = 24_576,
+    fit_tokens: Annotated[int, typer.Option(help="Tokens of the training text to fit on.")] = 49_152,
     eval_tokens: o.EvalTokens = 65_536,
     text_column: o.Column = "text",
     split: o.Split = None,

@@ -15,6 +15,12 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(wide, labels[:, 1:].flatten().to(wide.device), reduction="none").cpu()
 
 
+def batch_within(model: nn.Module, length: int, most: int = 8) -> int:
+    """Sequences in one forward, so that their logits in float32 take half a GB: vocabularies reach 262 thousand."""
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 1
+    return max(1, min(most, (1 << 27) // (length * vocabulary)))
+
+
 def log_probabilities(logits: Tensor, rows: Tensor) -> Tensor:
     """log softmax in float32, for `Chain.rest`. [B, T, V] -> [B, T, V]"""
     return logits.float().log_softmax(-1)

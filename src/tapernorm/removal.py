@@ -26,6 +26,7 @@ from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig, read_prefix
 from tapernorm.convert import choose
 from tapernorm.headroom import largest_activation
+from tapernorm.logits import batch_within
 from tapernorm.material import continuations, device, load_original, model_facts, refuse_foreign_ids
 from tapernorm.page import plain
 from tapernorm.precision import fast_products, refuse_bfloat16
@@ -71,7 +72,7 @@ class RemovalConfig:
     prefix: str = "auto"
     keep: tuple[str, ...] = ()
     refit: bool = True
-    fit_tokens: int = 24_576
+    fit_tokens: int = 49_152
     eval_tokens: int = 65_536
     text_column: str = "text"
     split: str | None = None
@@ -261,7 +262,7 @@ class _Work:
 
     def measure(self, model: Any, label: str, fast: bool = False) -> dict[str, Any]:
         """{"losses": {text: Losses}, "largest": {"value", "where"}} of a model."""
-        batch = max(1, min(8, (1 << 27) // (self.block * model.config.vocab_size)))  # logits of half a GB
+        batch = batch_within(model, self.block)
         losses = {}
         for name, ids in self.texts.items():
             what = bar(f"loss on {name} text, {label}", math.ceil(len(ids) / batch))

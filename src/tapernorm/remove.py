@@ -32,6 +32,7 @@ from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig
 from tapernorm.convert import choose, get_controller
 from tapernorm.fold import FoldReport, fold_
+from tapernorm.logits import batch_within
 from tapernorm.precision import fast_products
 from tapernorm.prefix import attach_prefix, find_prefix, prefix_of, room
 from tapernorm.search import Progress, Search
@@ -81,7 +82,7 @@ def remove_(
     prefix: tuple[int, ...] | None = None,
     keep: tuple[str, ...] = (),
     refit: bool = True,
-    fit_tokens: int = 24_576,
+    fit_tokens: int = 49_152,
     check_tokens: int = 24_576,
     block: int = 512,
     tail: float = 0.1,
@@ -100,8 +101,9 @@ def remove_(
         keep: glob patterns of norms to leave alone, as in `TaperConfig`. The final norm stays always.
         refit: also fit the linear maps that write into the residual stream; False changes nothing but what reads
             a norm.
-        fit_tokens, check_tokens, block: how much text is fitted on (at most half of what there is), is held out, and
-            in what pieces. The held-out text must be long: one token in ten thousand decides whether a model is sound.
+        fit_tokens, check_tokens, block: how much text is fitted on and is held out (in that share, where there is
+            less), and in what pieces. The held-out text must be long: one token in ten thousand decides whether a
+            model is sound.
         tail: the 99.9th percentile of the loss may rise by this share.
         progress: called with what is being done and the share of it that is done.
 
@@ -120,10 +122,12 @@ def remove_(
     length = min(block, room(model, () if prefix_of(model) else prefix))
     ids = _pack(texts, tokenizer, length, fit_tokens + check_tokens)
     Chain(model, chosen, ids[:1])  # refuses what is no row of blocks
-    fitted = min(max(1, fit_tokens // length), len(ids) // 2)
+    share = fit_tokens / (fit_tokens + check_tokens)
+    fitted = max(1, min(fit_tokens // length, int(share * len(ids))))
     check, fit = ids[:-fitted], ids[-fitted:]
     with fast_products(model):  # as in the search, for the two are compared
-        before = evaluate(model, check, progress=_told(progress, "loss as it is", len(check)))
+        batch = batch_within(model, length)
+        before = evaluate(model, check, batch, progress=_told(progress, "loss as it is", len(check), batch))
     if prefix is None:
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
     allowed, last = before.loss * (1 + budget), before.p999 * (1 + tail)
@@ -159,7 +163,7 @@ def remove_(
     )
 
 
-def _told(progress: Progress | None, what: str, count: int, batch: int = 8) -> Callable[[], None] | None:
+def _told(progress: Progress | None, what: str, count: int, batch: int) -> Callable[[], None] | None:
     """What `evaluate` calls after each batch, as the share of `what` that is done."""
     done = itertools.count(batch, batch)
     return progress and (lambda: progress(what, min(1.0, next(done) / count)))

@@ -13,8 +13,8 @@ _HELD_OUT = 4  # one token in so many is not fitted on, and chooses the ridge
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """weight: [out, in]. ridge: the one chosen; inf: the prior itself. before, after: mean square error on tokens that
-    were not fitted, of the prior and of the fit."""
+    """weight: [out, in], fitted to all tokens. ridge: the one chosen; inf: the prior itself. before, after: mean square
+    error of the prior, and of a fit to the other tokens, on the quarter that chose."""
 
     weight: Tensor
     ridge: float
@@ -25,23 +25,37 @@ class Fit:
 def fit_map(x: Tensor, y: Tensor, prior: Tensor, ridges: tuple[float, ...] = RIDGES) -> Fit:
     """argmin over W of Σ ‖y − W x‖² + λ s ‖W − prior‖², s the mean square of x's features times their number of tokens.
 
-    λ is the one of `ridges`, or ∞, with the smallest error on the first quarter of the tokens, which is not fitted
-    on (whole sequences, when tokens come in order). x: [N, in]; y: [N, out]; prior: [out, in]; float32 or wider.
+    λ is the one of `ridges`, or ∞, with the smallest error on the first quarter of the tokens (whole sequences, when
+    tokens come in order) of a fit to the others; the fit that is returned has that λ and all tokens. x: [N, in];
+    y: [N, out]; prior: [out, in]; float32 or wider.
     """
     held = max(1, len(x) // _HELD_OUT)
     missing = y - x @ prior.T
-    xs, rs = x[held:], missing[held:]
-    gram, cross = (xs.T @ xs).double(), (xs.T @ rs).double()
-    size = gram.diagonal().mean()
-    before = float(missing[:held].pow(2).sum(-1).mean())
-    best = Fit(prior, torch.inf, before, before)
+    chosen = products(x[held:], missing[held:])
+    before = after = float(missing[:held].pow(2).sum(-1).mean())
+    best = torch.inf
     for ridge in ridges:
-        shifted = gram + (ridge * size) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        factor, failed = torch.linalg.cholesky_ex(shifted)
-        if int(failed):
+        step = solve(*chosen, ridge)
+        if step is None:
             continue
-        step = torch.cholesky_solve(cross, factor).T.to(x.dtype)  # [out, in]
-        after = float((missing[:held] - x[:held] @ step.T).pow(2).sum(-1).mean())
-        if after < best.after:
-            best = Fit(prior + step, ridge, before, after)
-    return best
+        error = float((missing[:held] - x[:held] @ step.to(x.dtype)).pow(2).sum(-1).mean())
+        if error < after:
+            best, after = ridge, error
+    if best == torch.inf:
+        return Fit(prior, best, before, before)
+    rest = products(x[:held], missing[:held])
+    step = solve(chosen[0] + rest[0], chosen[1] + rest[1], best)
+    assert step is not None  # more tokens make the matrix no less definite
+    return Fit(prior + step.T.to(x.dtype), best, before, after)
+
+
+def products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """xᵀx and xᵀy in float64. x: [N, in]; y: [N, out]"""
+    return (x.T @ x).double(), (x.T @ y).double()
+
+
+def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor | None:
+    """(G + λ mean(diag G) I)⁻¹ C, or None where that is not definite. gram: [in, in]; cross: [in, out]"""
+    shifted = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factor, failed = torch.linalg.cholesky_ex(shifted)
+    return None if int(failed) else torch.cholesky_solve(cross, factor)

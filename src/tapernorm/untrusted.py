@@ -72,8 +72,8 @@ def check_folder(folder: Path) -> dict[str, Any]:
     return config
 
 
-# What transformers and peft read as an object. tokenizer.json, vocab.json and taper.json are data of a kind of their own,
-# which their readers judge; what else lies in a folder (modules.json, trainer_state.json) is none of a load's.
+# What transformers and peft read as an object. tokenizer.json, vocab.json and taper.json are data of a kind of their
+# own, which their readers judge; what else lies in a folder (modules.json, trainer_state.json) is none of a load's.
 _OBJECTS = re.compile(
     r"(config|generation_config|adapter_config|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json"
     r"|.*\.index\.json"
