@@ -9,6 +9,7 @@
     tapered         settings of a removal that is not finished, or None; such a model is not built by this file
     constant_prefix token ids of the constant prefix, whose keys and values stand before those of every text
     prefix_shapes   attention modules that hold them, with (heads, tokens, width of a key, width of a value)
+    fused_linears   module -> {linear map: those of the stock class that it stands for}; they read one tensor
 
 The file imports nothing but torch and transformers, so that its copy in a model folder works alone:
 
@@ -45,11 +46,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 PREFIX = "TaperNorm"
 TYPE_PREFIX = "tapernorm_"
-GUARD = "its norms were taken out: use an Auto class with trust_remote_code=True, or tapernorm.from_pretrained"
+GUARD = "its norms were taken out (or its linear maps fused): use an Auto class with trust_remote_code=True, or tapernorm.from_pretrained"
 # The mixins stand before a stock class, which a type checker must be told and Python must not.
 _ConfigBase: Any = PreTrainedConfig if TYPE_CHECKING else object
 _ModelBase: Any = PreTrainedModel if TYPE_CHECKING else object
-FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "constant_prefix", "prefix_shapes")
+FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "constant_prefix", "prefix_shapes", "fused_linears")
 ATTENTION = "prefix_"  # before sdpa and eager: the name of an attention function that knows the prefix
 
 
@@ -77,6 +78,7 @@ class ConfigMixin(_ConfigBase):
     tapered = None
     constant_prefix = ()  # not `prefix`: pipelines take that for a text
     prefix_shapes: Any = {}  # noqa: RUF012 - a class's default, replaced and never changed
+    fused_linears: Any = {}  # noqa: RUF012
 
     def to_json_string(self, use_diff=True):
         values = json.loads(super().to_json_string(use_diff))
@@ -153,6 +155,11 @@ class ModelMixin(_ModelBase):
             if not hasattr(linear, "bias") or not isinstance(getattr(linear, "weight", 0), nn.Parameter):
                 raise ValueError(f"{name}, which the config's added_biases names, takes no bias")
             linear.bias = nn.Parameter(linear.weight.new_zeros(linear.weight.shape[0]))
+        for pattern, groups in dict(config.fused_linears).items():
+            for name in self._find_all(config, [pattern]):
+                for whole, parts in groups.items():
+                    fuse_linears(self.get_submodule(name), whole, parts)
+                    gone += [f"{name}.{part}" for part in parts]
         if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
             stars = {starred(name) for name in gone}
             self._tp_plan = {k: v for k, v in self._tp_plan.items() if k not in stars}
@@ -181,6 +188,65 @@ class ModelMixin(_ModelBase):
                 raise ValueError(f"{type(self).__name__} has no module {wanted!r}, which its config names")
             found += here
         return found
+
+
+class FusedPart(nn.Module):
+    """One of several linear maps that read the same tensor: a slice of the product with `owner.<whole>`, an nn.Linear.
+
+    The first part multiplies, and leaves the slices with what it read; each other part takes its own if it is given
+    that very tensor, and multiplies anew if not: the order of calls, and who reads what, decide on speed alone. The
+    last drops what was left. That is one tuple, read once, so that no thread sees a half of it.
+    """
+
+    def __init__(self, owner, whole, sizes, index, left):
+        super().__init__()
+        # The owner is not registered: it would be a module of its own child.
+        self.__dict__.update(owner=owner, whole=whole, sizes=sizes, index=index, left=left, last=len(sizes) - 1)
+
+    def forward(self, input):
+        index, left = self.index, self.left
+        held = left.held
+        if index and held is not None and held[0] is input:
+            if index == self.last:
+                left.held = None
+            return held[1][index]
+        parts = self.owner._modules[self.whole](input).split(self.sizes, -1)  # looked up: it may be wrapped by now
+        left.held = None if index == self.last else (input, parts)
+        return parts[index]
+
+    def _rows(self, name):
+        tensor = getattr(self.owner._modules[self.whole], name)
+        return None if tensor is None else tensor.split(self.sizes)[self.index]
+
+    weight, bias = property(lambda self: self._rows("weight")), property(lambda self: self._rows("bias"))
+    in_features = property(lambda self: self.weight.shape[1])
+    out_features = property(lambda self: self.sizes[self.index])
+
+
+class Left:
+    """What the first of some `FusedPart`s leaves for the others, but never for copies of them: (input, slices)."""
+
+    held = None
+
+    def __getstate__(self):
+        return {}
+
+
+def fuse_linears(owner, whole, parts):
+    """Make one linear map, with weights yet to come, of several; None where that is done. Raises ValueError."""
+    linears = [owner._modules.get(part) for part in parts]
+    if all(isinstance(linear, FusedPart) for linear in linears):  # in a body, which is built first
+        return None
+    plain = all(type(linear) is nn.Linear for linear in linears) and len({linear.in_features for linear in linears}) < 2
+    if not plain or hasattr(owner, whole):
+        raise ValueError(f"{', '.join(parts)} of a {type(owner).__name__} are no linear maps to be fused as {whole}")
+    like, sizes, left = linears[0].weight, [linear.out_features for linear in linears], Left()
+    options = {"bias": any(linear.bias is not None for linear in linears), "dtype": like.dtype, "device": like.device}
+    made = nn.utils.skip_init(nn.Linear, like.shape[1], sum(sizes), **options).train(owner.training)
+    for index, part in enumerate(parts):
+        setattr(owner, part, FusedPart(owner, whole, sizes, index, left).train(owner.training))
+    setattr(owner, whole, made)
+    return made
 
 
 # The constant prefix. Its keys and values are buffers of the attention modules, put before those that the cache
