@@ -172,7 +172,7 @@ def _unlike(module: Any, like: Any) -> str:
 
 
 def fused_name(parts: tuple[str, ...]) -> str:
-    """`q_proj`, `k_proj`, `v_proj` -> `qkv_proj`; `gate_proj`, `up_proj` -> `gate_up_proj`; `wi_0`, `wi_1` -> `wi_0_1`."""
+    """q_proj, k_proj, v_proj -> qkv_proj; gate_proj, up_proj -> gate_up_proj; wi_0, wi_1 -> wi_0_1."""
     words = [part.split("_") for part in parts]
     head = _common(words)
     tail = _common([w[head:][::-1] for w in words])
@@ -222,6 +222,11 @@ def fuse_groups(model: nn.Module, groups: list[Group]) -> Any:
         undo()
         raise
     return undo
+
+
+def apart(model: nn.Module) -> nn.Module:
+    """`model` without fused linear maps: for code that knows the weights of a stock class by name. In place."""
+    return unfuse_(model) if any(map(is_fused_part, model.modules())) else model
 
 
 @torch.no_grad()
