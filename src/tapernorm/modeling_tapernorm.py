@@ -310,9 +310,7 @@ for _name, (_attention, _mask) in ATTENTIONS.items():
 
 def heads(base_type):
     """`{auto class: stock class}`, by name, of one family: transformers' own tables, no model code is imported."""
-    tables = {
-        n: getattr(a, "_model_mapping", None) for n, a in vars(modeling_auto).items() if n.startswith("AutoModel")
-    }
+    tables = {n: getattr(a, "_model_mapping", None) for n, a in vars(modeling_auto).items() if n[:9] == "AutoModel"}
     found = {name: table._model_mapping.get(base_type) for name, table in tables.items() if table is not None}
     return {name: stock for name, stock in found.items() if isinstance(stock, str)}
 
