@@ -108,7 +108,8 @@ def find_groups(model: nn.Module, inputs: Any) -> tuple[list[Group], dict[str, s
             calls[name] += 1
             alive.append(x)
             # A tensor that was written to in between is another.
-            read[name.rpartition(".")[0], id(x), x._version].append(name)
+            version = 0 if x.is_inference() else x._version
+            read[name.rpartition(".")[0], id(x), version].append(name)
 
     with evaluation(model), hooks(model, enter):
         run(model, inputs)
