@@ -103,7 +103,7 @@ def find_groups(model: nn.Module, inputs: Any) -> tuple[list[Group], dict[str, s
     alive = []  # so that no identity is used twice
 
     def enter(name: str, args: tuple[Any, ...]) -> None:
-        x = args[0] if len(args) == 1 else None
+        x: Any = args[0] if len(args) == 1 else None
         if isinstance(x, Tensor) and isinstance(modules[name], nn.Linear):
             calls[name] += 1
             alive.append(x)

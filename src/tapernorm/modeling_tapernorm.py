@@ -308,7 +308,7 @@ for _name, (_attention, _mask) in ATTENTIONS.items():
     AttentionMaskInterface.register(ATTENTION + _name, _mask_with_prefix(_mask))
 
 
-def heads(base_type):
+def heads(base_type) -> dict[str, str]:
     """`{auto class: stock class}`, by name, of one family: transformers' own tables, no model code is imported."""
     tables = {n: getattr(a, "_model_mapping", None) for n, a in vars(modeling_auto).items() if n[:9] == "AutoModel"}
     found = {name: table._model_mapping.get(base_type) for name, table in tables.items() if table is not None}
