@@ -73,9 +73,9 @@ def test_families_with_windows_prefixes_and_padding(family, few_places):
     """Sliding windows of 5 tokens; a constant prefix; rows padded on the left."""
     model = build(family).float()
     both(model, IDS[:1], do_sample=False)
-    both(model, IDS, PADDED, ours=family != "opt", do_sample=False)
+    both(model, IDS, PADDED, do_sample=False)
     _, holding = held(family)
-    both(holding.float(), IDS, PADDED, ours=family != "opt", do_sample=False)
+    both(holding.float(), IDS, PADDED, do_sample=False)
 
 
 def test_a_model_in_training_mode_comes_back_in_it():

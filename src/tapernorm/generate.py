@@ -321,7 +321,7 @@ class _Stepper:
         """token: [B, 1]; left: tokens still to make. Returns logits [B, V] and the largest one's index [B, 1]."""
         places = self.places
         places.room()
-        if self._first or len(self._times) == _TRIAL:
+        if self._first or (self.compiled is None and len(self._times) == _TRIAL):
             begin = time.perf_counter()
             self._decide(token, left)
             self.waited += time.perf_counter() - begin
