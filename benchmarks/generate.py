@@ -4,9 +4,9 @@
     python benchmarks/generate.py --size 1m --no-compile
 
 Greedy, batch 1, random weights (speed does not depend on them). stock: transformers' default, eager on a cache that
-grows. folded: the compiled step, made before anything is timed and kept on disk (`TAPERNORM_CACHE`). Both take turns in
-every round, and each is timed as a user meets it, from the prompt to the last token; the ratio is the median over rounds
-of the ratio within a round. same_tokens: whether both ways write the same tokens, both on the folded model.
+grows. folded: the compiled step, made before anything is timed and kept on disk. Both take turns in
+every round, and each is timed as a user meets it, from the prompt to the last token; the ratio is the median over
+rounds of the ratio within a round. same_tokens: whether both ways write the same tokens, both on the folded model.
 """
 
 from __future__ import annotations

@@ -90,12 +90,13 @@ def test_end_tokens_and_what_pads_after_them():
     model = tiny("llama").eval()
     free = both(model, text_ids(), do_sample=False, eos_token_id=None).sequences[:, 8:]
     first, second = int(free[0, 5]), int(free[1, 0])
+    never = next(t for t in range(3, 64) if t not in free)
     assert first not in free[0, :5] and first not in free[1]
-    made = both(model, text_ids(), do_sample=False, eos_token_id=[63, first], pad_token_id=2).sequences[:, 8:]
+    made = both(model, text_ids(), do_sample=False, eos_token_id=[never, first], pad_token_id=2).sequences[:, 8:]
     assert made.shape[1] == 20 and made[0, 6:].eq(2).all() and torch.equal(made[1], free[1])
     made = both(model, text_ids(), do_sample=False, eos_token_id=[second, first], pad_token_id=2).sequences
     assert made.shape[1] == 8 + 6  # both rows have ended
-    alone = both(model, text_ids()[:1], do_sample=False, eos_token_id=[63, first])
+    alone = both(model, text_ids()[:1], do_sample=False, eos_token_id=[never, first])
     assert alone.sequences.shape[1] == 8 + 6 and int(alone.sequences[0, -1]) == first
     both(model, text_ids(), do_sample=False, eos_token_id=first, min_new_tokens=8)
     assert both(model, text_ids()[:1], do_sample=False, max_new_tokens=1).tokens_per_second == 0
