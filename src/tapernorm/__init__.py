@@ -30,6 +30,7 @@ _WHERE = {
     "find_sites": "sites",
     "fold_": "fold",
     "from_pretrained": "hub",
+    "generate": "generate",
     "get_controller": "convert",
     "load_checkpoint": "checkpoint",
     "push_to_hub": "hub",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from tapernorm.fold import FoldError as FoldError
     from tapernorm.fold import FoldReport as FoldReport
     from tapernorm.fold import fold_ as fold_
+    from tapernorm.generate import generate as generate
     from tapernorm.guard import GuardStop as GuardStop
     from tapernorm.hub import from_pretrained as from_pretrained
     from tapernorm.hub import push_to_hub as push_to_hub

@@ -15,7 +15,7 @@ import typer
 
 from tapernorm import options as o
 from tapernorm.config import SIZES, RunConfig
-from tapernorm.output import NUMERICAL
+from tapernorm.output import INTERRUPTED, NUMERICAL
 from tapernorm.output import console as _console
 from tapernorm.output import print_json as _print_json
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-INPUT, INTERRUPTED = 2, 130
+INPUT = 2
 EXPORTS = ("onnx", "pt2", "openvino", "executorch", "as-normed", "transformer-lens", "spec")
 
 
@@ -327,14 +327,16 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option(help="How many tokens to make.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this share.")] = 1.0,
     seed: o.Seed = 0,
+    compile: o.CompileStep = None,
     as_json: o.Json = False,
     config: o.Config = None,
 ) -> None:
-    """Write text with a model, as it comes."""
+    """Write text with a model, as it comes: the tokens of transformers' generate, sooner. See docs/generating.md."""
     from tapernorm.commands import write_text
 
-    write_text(model, prompt, max_new_tokens, temperature, seed, as_json)
+    write_text(model, prompt, max_new_tokens, temperature, top_p, seed, compile, as_json)
 
 
 @app.command()

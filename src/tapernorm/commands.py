@@ -11,7 +11,7 @@ import typer
 
 from tapernorm import from_pretrained
 from tapernorm.config import RunConfig
-from tapernorm.output import NUMERICAL, console, print_json
+from tapernorm.output import INTERRUPTED, NUMERICAL, console, print_json
 from tapernorm.sites import context_length
 
 
@@ -199,37 +199,52 @@ def time_decoding(
 
 
 def write_text(
-    model: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, as_json: bool = False
+    model: str,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    compile: bool | None,
+    as_json: bool = False,
 ) -> None:
     """`generate`: text on stdout as it comes, or all of it in one JSON object."""
     from transformers import TextStreamer
+
+    from tapernorm.generate import decode, encode
 
     loaded, tokenizer = from_pretrained(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer beside it; put its tokenizer's files into the folder")
     torch.manual_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
-    ids = inputs["input_ids"]
-    if not ids.numel():
-        raise ValueError("the prompt has no tokens; give --prompt some text")
+    ids, mask = encode(tokenizer, [prompt])
     context = context_length(loaded)
     if ids.shape[1] >= context:
         raise ValueError(f"the prompt has {ids.shape[1]} tokens, and the model's context is {context}")
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    )
-    made = loaded.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=min(max_new_tokens, context - ids.shape[1]),
-        streamer=None if as_json else TextStreamer(tokenizer, skip_special_tokens=True),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        **sampling,
-    )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    streamer = None if as_json else TextStreamer(tokenizer, skip_special_tokens=True)
+    try:
+        made = decode(
+            loaded,
+            ids,
+            streamer=streamer,
+            compile="auto" if compile is None else compile,
+            attention_mask=mask,
+            max_new_tokens=min(max_new_tokens, context - ids.shape[1]),
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **sampling,
+        )
+    except KeyboardInterrupt:
+        if streamer is not None:
+            streamer.end()  # what was decoded and not printed yet, and the end of the line
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        new = made[0, ids.shape[1] :]
-        text = tokenizer.decode(new, skip_special_tokens=True)
-        print_json({"model": model, "prompt": prompt, "text": text, "new_tokens": len(new)})
+        new = made.sequences[0, ids.shape[1] :].tolist()
+        told = {"model": model, "prompt": prompt, "text": tokenizer.decode(new, skip_special_tokens=True)}
+        speed = {"tokens_per_second": made.tokens_per_second, "compiled": made.compiled}
+        print_json(told | {"new_tokens": len(new), "tokens": new} | speed)
 
 
 def blocks_of(

@@ -84,3 +84,10 @@ Text = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens of the text to look at.")]
 Page = Annotated[Path | None, typer.Option("--out", help="The page's file, or a folder for it.")]
+CompileStep = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the decoding step, once for all texts. Default: where it pays, or was compiled before.",
+    ),
+]

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 NUMERICAL = 3  # the exit code of a numerical check that failed
+INTERRUPTED = 130  # of a command that the user stopped
 
 
 def print_json(value: Any) -> None:

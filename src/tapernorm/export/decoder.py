@@ -57,15 +57,23 @@ class StaticDecoder(nn.Module):
     def forward(self, input_ids: Tensor, start: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """input_ids: [B, T], at the places start, start + 1, …; start: [1]; keys, values: [B, heads, C, width], one a
         layer, changed in place. Returns logits [B, T, V]."""
-        layers = []
-        for key, value in zip(keys, values, strict=True):
-            layer = StaticLayer(max_cache_len=key.shape[2])
-            layer.keys, layer.values, layer.is_initialized = key, value, True
-            layer.device, layer.cumulative_length = key.device, start[0].clone()
-            layers.append(layer)
+        cache = static_cache(start, keys, values)
         places = start + torch.arange(input_ids.shape[1], device=input_ids.device)
         named = {"position_ids": places.expand(input_ids.shape[0], -1)} if self.takes_positions else {}
-        return self.model(input_ids=input_ids, use_cache=True, **named, **{self.cache_name: Cache(layers)}).logits
+        return self.model(input_ids=input_ids, use_cache=True, **named, **{self.cache_name: cache}).logits
+
+
+def static_cache(start: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Cache:
+    """A cache over tensors of one size, filled up to `start`. start: [1]; keys, values: [B, heads, C, width] a layer.
+
+    Plain layers for all: the window of a sliding layer is in its mask, and the whole past stays in the cache."""
+    layers = []
+    for key, value in zip(keys, values, strict=True):
+        layer = StaticLayer(max_cache_len=key.shape[2])
+        layer.keys, layer.values, layer.is_initialized = key, value, True
+        layer.device, layer.cumulative_length = key.device, start[0].clone()
+        layers.append(layer)
+    return Cache(layers)
 
 
 class Plain(nn.Module):
