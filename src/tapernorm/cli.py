@@ -224,6 +224,7 @@ def fold(
         bool | None, typer.Option(help="From disk to disk, not in memory. Default: where the weights are in shards.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="After a stream, load both models and compare.")] = False,
+    fuse: Annotated[bool, typer.Option("--fuse", help="One product of q, k and v, and one of gate and up.")] = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
     config: o.Config = None,
@@ -236,7 +237,7 @@ def fold(
     _refuse_occupied(out, overwrite)
     from tapernorm.commands import fold_model
 
-    fold_model(model, out, stream, compare, overwrite, as_json)
+    fold_model(model, out, stream, compare, overwrite, as_json, fuse)
 
 
 @app.command()

@@ -77,7 +77,9 @@ def train(config: RunConfig, overwrite: bool, resume: bool, as_json: bool) -> No
         raise typer.Exit(NUMERICAL)
 
 
-def fold_model(model: str, out: str, stream: bool | None, compare: bool, overwrite: bool, as_json: bool) -> None:
+def fold_model(
+    model: str, out: str, stream: bool | None, compare: bool, overwrite: bool, as_json: bool, fuse: bool = False
+) -> None:
     """`fold`: in memory and compared with the unfolded model, or from disk to disk."""
     from tapernorm import card, fold_, save_pretrained, shards
 
@@ -86,16 +88,25 @@ def fold_model(model: str, out: str, stream: bool | None, compare: bool, overwri
         raise ValueError(
             "--compare is for a fold from disk to disk (--stream); in memory the models are compared always"
         )
+    if fuse and streamed:
+        raise ValueError(
+            "--fuse is for a fold in memory: pass --no-stream with it, or fuse what the stream wrote "
+            "(tapernorm.from_pretrained, tapernorm.fuse.fuse_, tapernorm.save_pretrained)"
+        )
     if streamed:
         report: Any = shards.fold_folder(model, out, overwrite=overwrite, compare=compare)
     else:
         loaded, tokenizer = from_pretrained(model)
-        report = fold_(loaded)
+        report = fold_(loaded, fuse=fuse)
         save_pretrained(loaded, out, tokenizer=tokenizer, overwrite=overwrite)
         card.write_card(out, {"fold": report.to_dict()})
     if as_json:
         return print_json({"out": out, "fold": report.to_dict()})
     print(f"{len(report.folded)} norms folded, {len(report.kept)} kept")
+    if fuse:
+        print(f"{sum(map(len, report.fused))} linear maps fused into {len(report.fused)}")
+        for name, reason in report.unfused.items():
+            print(f"  {name} not: {reason}")
     if streamed:
         print(f"{report.shards} files, {report.bytes_written / 1e9:.2f} GB, {report.seconds:.0f} s", end="")
         print(f" ({report.resumed} of them were there already)" if report.resumed else "")

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from tapernorm import adapters
 from tapernorm.convert import get_controller, guard_saving, release
+from tapernorm.fuse import find_groups, fuse_groups
 from tapernorm.modules import NO_EPS, FixedLinear, FixedScale, TaperNorm, evaluation, taper_norms
 from tapernorm.prefix import prefix_of
 from tapernorm.products import backwards, claims, forwards, refuse_no_bias, rounded, targets
@@ -54,7 +55,8 @@ class FoldReport:
     folded, kept: norms that are gone, and norms that stay. reasons: why, for each kept one. new_biases: biases that
     were made. untied: heads cut loose from the embedding. max_abs_logit_error: largest absolute difference between
     the folded and the unfolded model's output on the example; relative_error: the same divided by the largest
-    absolute output; bound: what it was held to. c (of those with a scale), kinds, roles: by site.
+    absolute output; bound: what it was held to. c (of those with a scale), kinds, roles: by site. fused: linear maps
+    that are one product now, by group; unfused: why others that read one tensor are not (`tapernorm.fuse`).
     """
 
     folded: tuple[str, ...]
@@ -69,13 +71,15 @@ class FoldReport:
     c: dict[str, float]
     kinds: dict[str, str]
     roles: dict[str, str]
+    fused: tuple[tuple[str, ...], ...] = ()
+    unfused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
 
-def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> FoldReport:
+def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False, fuse: bool = False) -> FoldReport:
     """Fold every TaperNorm of `model` into the weights that read it. In place, checked, or refused and untouched.
 
     Args:
@@ -83,6 +87,8 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
         example: inputs for the comparison, as for `find_sites`; the more they are like real use, the better the
             check. None makes random token ids. With `labels` in it the loss of every token is looked at as well.
         allow_tail: fold although tokens of the example are lost (`tapernorm.soundness.refuse_lost`).
+        fuse: also make one product of the linear maps that read one tensor, such as q, k and v (`tapernorm.fuse`).
+            Where there are none the report says so; a model that is folded already: `tapernorm.fuse.fuse_`.
 
     Raises:
         FoldError: nothing to fold; a gate that is not 0; a norm whose readers are not all known linear maps any
@@ -95,6 +101,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
         raise FoldError("nothing to fold: the model has no TaperNorm (it was never tapered, or is folded already)")
     inputs = default_example(model, batch=2, length=16) if example is None else example
     plan, sites, narrowed = _audit(model, tapered, inputs)
+    groups, unfused = find_groups(model, inputs) if fuse else ([], {})
     with evaluation(model):
         refuse_held(model, tapered, inputs)
         before = outputs_of(model, inputs)
@@ -106,10 +113,14 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
             refuse_lost(model, before[0], inputs)
         with tempfile.TemporaryDirectory(prefix="tapernorm-") as folder:
             undo = _Undo(model, Path(folder) / "before.safetensors", plan)
+            take_apart = None
             try:
                 new_biases, untied = _apply(model, plan)
+                take_apart = fuse_groups(model, groups)
                 error, relative, bound = compare_outputs(before, outputs_of(model, inputs), narrowed)
             except BaseException:
+                if take_apart is not None:
+                    take_apart()
                 undo()
                 raise
     for site, module in plan:
@@ -130,6 +141,8 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False) -> Fo
         c={s.name: float(m.fixed_norm.c) for s, m in plan if isinstance(m.fixed_norm, FixedScale)},
         kinds={site.name: site.kind for site in sites},
         roles={site.name: site.role for site in sites},
+        fused=tuple(group.names for group in groups),
+        unfused=unfused,
     )
 
 

@@ -5,6 +5,7 @@ cut, a constant prefix. `tapernorm.modeling_tapernorm` builds a model from such 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,9 +58,30 @@ def layout_of(model: PreTrainedModel) -> dict[str, Any]:
     ties = (stock._tied_weights_keys or {}) if getattr(model.config, "tie_word_embeddings", False) else {}
     untied = sorted(k for k, v in ties.items() if k in parameters and parameters[k] is not parameters.get(v))
     layout = {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
+    if fused := _fused(model, fresh):
+        layout["fused_linears"] = fused
     if prefix_of(model):
         layout |= {"constant_prefix": list(prefix_of(model)), "prefix_shapes": dict(model.config.prefix_shapes)}
     return layout
+
+
+def _fused(model: nn.Module, fresh: dict[str, nn.Module]) -> dict[str, dict[str, list[str]]]:
+    """{module: {linear map: the names of those that it stands for}}, with stars where they may be."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for name, module in model.named_modules():
+        if is_fused_part(module):
+            owner, _, part = name.rpartition(".")
+            groups.setdefault(owner, {}).setdefault(module.whole, [""] * len(module.sizes))[module.index] = part
+    alike: dict[str, set[str]] = {}
+    for owner, wholes in groups.items():
+        alike.setdefault(json.dumps(wholes, sort_keys=True), set()).add(owner)
+    found = {name: json.loads(key) for key, owners in alike.items() for name in _short(owners, fresh)}
+    return dict(sorted(found.items()))
+
+
+def is_fused_part(module: Any) -> bool:
+    """Also one of a folder's own copy of the modelling file."""
+    return type(module).__name__ == modeling.FusedPart.__name__ and hasattr(module, "whole")
 
 
 def _short(names: set[str], known: Iterable[str]) -> list[str]:

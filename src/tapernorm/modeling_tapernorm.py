@@ -9,6 +9,7 @@
     tapered         settings of a removal that is not finished, or None; such a model is not built by this file
     constant_prefix token ids of the constant prefix, whose keys and values stand before those of every text
     prefix_shapes   attention modules that hold them, with (heads, tokens, width of a key, width of a value)
+    fused_linears   module -> {linear map: those of the stock class that it stands for}; they read one tensor
 
 The file imports nothing but torch and transformers, so that its copy in a model folder works alone:
 
@@ -30,14 +31,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    conversion_mapping,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.auto import modeling_auto
@@ -49,12 +44,12 @@ GUARD = "its norms were taken out: use an Auto class with trust_remote_code=True
 # The mixins stand before a stock class, which a type checker must be told and Python must not.
 _ConfigBase: Any = PreTrainedConfig if TYPE_CHECKING else object
 _ModelBase: Any = PreTrainedModel if TYPE_CHECKING else object
-FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "constant_prefix", "prefix_shapes")
+FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "constant_prefix", "prefix_shapes", "fused_linears")
 ATTENTION = "prefix_"  # before sdpa and eager: the name of an attention function that knows the prefix
 
 
 def name_pattern(name):
-    """A compiled pattern for full module names: `model.layers.*.input_layernorm`, a star for an index."""
+    """For full module names: `model.layers.*.input_layernorm`, a star for an index."""
     return re.compile(re.escape(name).replace(r"\*", r"\d+") + r"\Z")
 
 
@@ -77,6 +72,7 @@ class ConfigMixin(_ConfigBase):
     tapered = None
     constant_prefix = ()  # not `prefix`: pipelines take that for a text
     prefix_shapes: Any = {}  # noqa: RUF012 - a class's default, replaced and never changed
+    fused_linears: Any = {}  # noqa: RUF012
 
     def to_json_string(self, use_diff=True):
         values = json.loads(super().to_json_string(use_diff))
@@ -86,8 +82,7 @@ class ConfigMixin(_ConfigBase):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        config_dict = {**config_dict, **config_dict.get("guarded", {})}
-        config_dict.pop("guarded", None)
+        config_dict = {k: v for k, v in {**config_dict, **config_dict.get("guarded", {})}.items() if k != "guarded"}
         if not __name__.startswith("transformers_modules."):  # the installed package, not a folder's copy
             register_models(cls)
         return super().from_dict(config_dict, **kwargs)
@@ -100,8 +95,7 @@ class ModelMixin(_ModelBase):
         if config.tapered is not None:
             raise ValueError(
                 f"{config.name_or_path or 'this checkpoint'}: the norms of this model are not removed yet, only "
-                "tapered; load it with `tapernorm.from_pretrained(folder)` (pip install tapernorm), then train on "
-                "or fold it"
+                "tapered; load it with `tapernorm.from_pretrained(folder)` (pip install tapernorm), then fold it"
             )
         ties = type(self)._tied_weights_keys or {}  # on the instance before post_init, which ties by it
         self._tied_weights_keys = {k: v for k, v in ties.items() if k not in config.untied} or None
@@ -120,16 +114,11 @@ class ModelMixin(_ModelBase):
         whole = cls.__name__ in (model.config.architectures or ())
         missing = sorted(name for name in info["missing_keys"] if whole or is_in_norm(model, name))
         odd = sorted(info["unexpected_keys"]) if whole else []
-        if missing:
-            raise ValueError(
-                f"{model.name_or_path}: {len(missing)} weights of {cls.__name__} are missing from it, such as "
-                f"{missing[0]}; config.json and the weights beside it are not of one model"
-            )
-        if odd:
-            raise ValueError(
-                f"{model.name_or_path}: config.json knows no place for {len(odd)} of the weights beside it, such as "
-                f"{odd[0]}: the two are not of one model"
-            )
+        if missing or odd:
+            what = f"config.json knows no place for {len(odd)} of the weights beside it"
+            what = f"{len(missing)} weights of {cls.__name__} are missing from it" if missing else what
+            why = f"such as {(missing or odd)[0]}; config.json and the weights beside it are not of one model"
+            raise ValueError(f"{model.name_or_path}: {what}, {why}")
         return (model, info) if output_loading_info else model
 
     def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
@@ -153,6 +142,11 @@ class ModelMixin(_ModelBase):
             if not hasattr(linear, "bias") or not isinstance(getattr(linear, "weight", 0), nn.Parameter):
                 raise ValueError(f"{name}, which the config's added_biases names, takes no bias")
             linear.bias = nn.Parameter(linear.weight.new_zeros(linear.weight.shape[0]))
+        for pattern, groups in dict(config.fused_linears).items():
+            for name in self._find_all(config, [pattern]):
+                for whole, parts in groups.items():
+                    fuse_linears(self.get_submodule(name), whole, parts)
+                    gone += [f"{name}.{part}" for part in parts]
         if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
             stars = {starred(name) for name in gone}
             self._tp_plan = {k: v for k, v in self._tp_plan.items() if k not in stars}
@@ -172,7 +166,7 @@ class ModelMixin(_ModelBase):
     def _find_all(self, config, patterns):
         """Full names here for the names in the config, which are those of the class that was saved: a body alone,
         or another head, differs by the base model's prefix and may lack some."""
-        names, prefix, found = [name for name, _ in self.named_modules()], self.base_model_prefix + ".", []
+        names, prefix, found = list(dict(self.named_modules())), self.base_model_prefix + ".", []
         for wanted in patterns:
             spellings = (wanted, wanted.removeprefix(prefix), prefix + wanted)
             matches = [[n for n in names if name_pattern(spelling).match(n)] for spelling in spellings]
@@ -181,6 +175,59 @@ class ModelMixin(_ModelBase):
                 raise ValueError(f"{type(self).__name__} has no module {wanted!r}, which its config names")
             found += here
         return found
+
+
+class FusedPart(nn.Module):
+    """One of several linear maps that read the same tensor: a slice of the product with `owner.<whole>`, an nn.Linear.
+
+    The first multiplies, and leaves the slices with what it read; another takes its own if it is given that very
+    tensor, and multiplies anew if not, so that order decides on speed alone. What is left is one tuple (for threads),
+    and the last drops it."""
+
+    def __init__(self, owner, whole, sizes, index, left):
+        super().__init__()  # the owner is not registered: it would be a module of its own child
+        self.__dict__.update(owner=owner, whole=whole, sizes=sizes, index=index, left=left, last=len(sizes) - 1)
+
+    def forward(self, input):
+        index, left, held = self.index, self.left, self.left.held
+        if index and held is not None and held[0] is input:
+            if index == self.last:
+                left.held = None
+            return held[1][index]
+        parts = self.owner._modules[self.whole](input).split(self.sizes, -1)  # looked up: it may be wrapped by now
+        left.held = None if index == self.last else (input, parts)
+        return parts[index]
+
+    def _rows(self, name):
+        tensor = getattr(self.owner._modules[self.whole], name)
+        return None if tensor is None else tensor.split(self.sizes)[self.index]
+
+    weight, bias = property(lambda self: self._rows("weight")), property(lambda self: self._rows("bias"))
+    in_features, out_features = property(lambda self: self.weight.shape[1]), property(lambda self: len(self.weight))
+
+
+class Left:
+    held = None  # by the first of some `FusedPart`s for the others, never for copies of them: (input, slices)
+
+    def __getstate__(self):
+        return {}
+
+
+def fuse_linears(owner, whole, parts):
+    """Make one linear map, with weights yet to come, of several. Raises ValueError where they are none of one width."""
+    linears = [owner._modules.get(part) for part in parts]
+    if all(isinstance(linear, FusedPart) for linear in linears):  # the body, which is built first, has done it
+        return owner.get_submodule(whole)
+    widths = {linear.in_features if type(linear) is nn.Linear else None for linear in linears}
+    if None in widths or len(widths) != 1 or hasattr(owner, whole):
+        raise ValueError(f"{', '.join(parts)} of a {type(owner).__name__} are no linear maps to be fused as {whole}")
+    like, sizes, left = linears[0].weight, [linear.out_features for linear in linears], Left()
+    options = {"bias": any(linear.bias is not None for linear in linears), "dtype": like.dtype, "device": like.device}
+    made = nn.utils.skip_init(nn.Linear, *widths, sum(sizes), **options).train(owner.training)
+    for index, part in enumerate(parts):
+        setattr(owner, part, FusedPart(owner, whole, sizes, index, left).train(owner.training))
+    setattr(owner, whole, made)
+    return made
 
 
 # The constant prefix. Its keys and values are buffers of the attention modules, put before those that the cache
@@ -223,9 +270,8 @@ def _with_prefix(attention):
     def forward(module, query, key, value, attention_mask, **kwargs):
         batch, length = key.shape[0], key.shape[2]
         own = module.prefix_key.to(key.dtype), module.prefix_value.to(value.dtype)
-        key, value = (
-            torch.cat([p.expand(batch, -1, -1, -1), x], dim=2) for p, x in zip(own, (key, value), strict=True)
-        )
+        pairs = zip(own, (key, value), strict=True)
+        key, value = (torch.cat([p.expand(batch, -1, -1, -1), x], dim=2) for p, x in pairs)
         if attention_mask is not None and attention_mask.shape[-1] == length:  # a four-dimensional mask of the caller
             seen = True if attention_mask.dtype == torch.bool else 0.0
             attention_mask = nn.functional.pad(attention_mask, (own[0].shape[2], 0), value=seen)
@@ -270,9 +316,8 @@ def heads(base_type):
 
 def share_conversions(old, new):
     """Checkpoint conversions (stacked experts, renamed weights) are keyed on model type or class name."""
-    mapping = conversion_mapping.get_checkpoint_conversion_mapping(old)
-    if mapping is not None:
-        conversion_mapping.register_checkpoint_conversion_mapping(new, mapping, overwrite=True)
+    if (mapping := get_checkpoint_conversion_mapping(old)) is not None:
+        register_checkpoint_conversion_mapping(new, mapping, overwrite=True)
 
 
 def guard_field_of(stock):
@@ -304,12 +349,7 @@ def make_config(name, stock):
 def make_model(name, stock):
     share_conversions(stock.__name__, name)
     config_class = get_class(PREFIX + stock.config_class.__name__)
-    own = {
-        "__module__": __name__,
-        "__doc__": stock.__doc__,
-        "stock_class": stock,
-        "config_class": config_class,
-    }
+    own = {"__module__": __name__, "__doc__": stock.__doc__, "stock_class": stock, "config_class": config_class}
     # Both are guessed from the source of the class's module, and this one holds no attention and no experts.
     own["_can_set_attn_implementation_cached_value"] = stock._can_set_attn_implementation()
     own["_can_set_experts_implementation_cached_value"] = stock._can_set_experts_implementation()

@@ -27,6 +27,7 @@ from tapernorm import modeling_tapernorm as modeling
 from tapernorm.export.decoder import sample_ids
 from tapernorm.export.folder import Made, write_companions
 from tapernorm.export.norms import ExportError, Norms, norms_of
+from tapernorm.fuse import apart
 from tapernorm.inputs import context_length
 from tapernorm.modules import evaluation
 
@@ -53,7 +54,7 @@ def to_transformer_lens(model: Any, tokenizer: Any = None, norms: Norms | None =
     _require()
     norms = norms_of(model) if norms is None else norms
     _refuse(model, norms)
-    model = copy.deepcopy(model).eval()
+    model = apart(copy.deepcopy(model).eval())
     model = model if model.dtype == torch.float64 else model.float()
     config = _config(model, norms)
     rotary = _rotary(model) if config["positional_embedding_type"] == "rotary" else {}

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from tapernorm.export.decoder import is_decoder, sample_ids
 from tapernorm.export.folder import Made
 from tapernorm.export.norms import ExportError, Norms
+from tapernorm.fuse import apart
 from tapernorm.inputs import default_example, run
 from tapernorm.layout import layout_of, stock_class, stock_config
 from tapernorm.modules import evaluation
@@ -63,7 +64,7 @@ def write(model: Any, tokenizer: Any, norms: Norms, folder: Path, ids: Tensor | 
     inputs = _inputs(model, ids)
     sites = _stock_sites(model)
     kept = _movable(norms, sites)
-    model = copy.deepcopy(model).eval()
+    model = apart(copy.deepcopy(model).eval())
     notes = (_WARNING,)
     if model.dtype == torch.float16:
         notes = (*notes, "the weights were float16 and are float32 in the file")
