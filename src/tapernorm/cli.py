@@ -327,10 +327,9 @@ def bench(
 
     Example: tapernorm bench ./my-llama --mode last-token --length 128 --length 512 --compile --csv speed.csv
     """
-    options = {k: v for k, v in locals().items() if k != "config"}
     from tapernorm.bench_command import run
 
-    run(options)
+    run({k: v for k, v in locals().items() if k not in ("config", "run")})
 
 
 @app.command()
