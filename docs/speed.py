@@ -75,9 +75,9 @@ kernel, a copy or a fill. A layer is a decoder layer, the median of all.
 READING = """\
 ## Reading them
 
-- **The first comparison is with `functional`, not with `stock`.** A norm written out in Python is several calls; torch's own
-  is one (on a processor it starts as many operations as the other, but not from Python). What `functional` gains needs
-  no training and no folding. The rest, from `functional` to `folded`, is what removing norms adds.
+- **The first comparison is with `functional`, not with `stock`.** A norm written out in Python is several calls;
+  torch's own is one (on a processor it starts as many operations as the other, but not from Python). What `functional`
+  gains needs no training and no folding. The rest, from `functional` to `folded`, is what removing norms adds.
 - **Compiled, a norm is part of a neighbour's kernel**, and little is left to gain by taking it away. `unfused`, too,
   is then nearly free.
 - **Fusing projections is no removal of norms.** A stock model could have it as well, with its norms left where they

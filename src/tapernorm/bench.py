@@ -297,7 +297,7 @@ def _row(work: Work, times: list[float], reference: list[float]) -> dict[str, An
 
 
 def _quantile(values: list[float], q: float) -> float:
-    return sorted(values)[int(q * (len(values) - 1))]
+    return sorted(values)[round(q * (len(values) - 1))]
 
 
 def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
