@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -89,6 +90,7 @@ def _count(model: Any, cache: str, how: str, prompt: int) -> tuple[int, list[int
     ids = torch.randint(1, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0))
     work = Work(model, Setting(cache=cache, prompt=prompt, new_tokens=1, compile=(how,)), how, ids)
     work.warm_up()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would announce every start and stop on stderr
     state = work.prepare()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (work.device.type == "cuda")
     with contextlib.nullcontext() if how else _marked(model), profile(activities=activities) as seen:
