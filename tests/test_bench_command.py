@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 import tiny_models
 from tapernorm import bandwidth, cli
@@ -30,6 +31,7 @@ def call(monkeypatch, capsys):
     """Run a command in this process: (exit code, stdout, stderr)."""
     monkeypatch.setattr(bandwidth, "_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(bench_module, "_SHORTEST", 0.0)
+    transformers.utils.logging.disable_progress_bar()  # as main() does by the environment, before the first import
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["tapernorm", *map(str, arguments)])
