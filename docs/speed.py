@@ -78,13 +78,13 @@ READING = """\
 - **The first comparison is with `functional`, not with `stock`.** A norm written out in Python is several calls;
   torch's own is one (on a processor it starts as many operations as the other, but not from Python). What `functional`
   gains needs no training and no folding. The rest, from `functional` to `folded`, is what removing norms adds.
-- **Compiled, a norm is part of a neighbour's kernel**, and little is left to gain by taking it away. `unfused`, too,
-  is then nearly free.
+- **Eager and compiled are two questions.** Compiled, a norm can be part of a neighbour's kernel, and so can a product
+  by a scale: look at the compiled rows before expecting there what the eager ones show.
 - **Fusing projections is no removal of norms.** A stock model could have it as well, with its norms left where they
   are: `folded-fused` against `folded` is what the fusion brings, and only `folded` against the first rows is about
   norms.
-- **A large model waits for its weights** (see the share of the bandwidth), and in one forward over many tokens for its
-  products. Norms are then a small part of the time, and so is the gain.
+- **A model that waits for its weights** (a share of the bandwidth near 100 %), or in one forward over many tokens for
+  its products, spends little of its time on norms, and cannot gain more than that.
 - A ratio within the spread of `stock-again` is no difference.
 """
 

@@ -315,7 +315,7 @@ def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         unknown = [name for row in rows for name in row if header and name not in header]
         if unknown:
             raise ValueError(f"{path} has no column {unknown[0]!r}; append to another file")
-        writer = csv.DictWriter(file, fieldnames=header or list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=header or list(rows[0]), lineterminator="\n")
         if not header:
             writer.writeheader()
         writer.writerows(rows)
