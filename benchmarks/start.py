@@ -33,8 +33,10 @@ def seconds(arguments: list[str]) -> tuple[float, float]:
 
 def write_model(folder: Path) -> None:
     """A Llama of a million parameters, in a process of its own: this one stays small, and forks quickly."""
-    code = f"from speed import build; build('1m').save_pretrained({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parent, check=True)
+    here = str(Path(__file__).resolve().parent)
+    code = f"import sys; sys.path.insert(0, {here!r}); from speed import build; "
+    code += f"build('1m').save_pretrained({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def main() -> None:
