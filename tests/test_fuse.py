@@ -14,7 +14,7 @@ from torch import nn
 import tapernorm as tn
 from families import FAMILIES
 from folders import BLOCKED, taper_row, to_gate
-from tapernorm import fuse
+from tapernorm import commands, fuse
 from tapernorm import modeling_tapernorm as modeling
 from tapernorm.sites import find_sites, run
 from tapernorm.trace import tensors
@@ -489,3 +489,22 @@ def test_exported():
     assert torch.equal(program.module()(x), attention(x))
     products = [n for n in program.graph.nodes if n.target is torch.ops.aten.linear.default]
     assert len(products) == 2
+
+
+# The command line
+
+
+def test_the_command(tmp_path, capsys):
+    tn.save_pretrained(tapered(BY_NAME["llama"], dtype=torch.float32), tmp_path / "half")
+    source, out = str(tmp_path / "half"), str(tmp_path / "out")
+    with pytest.raises(ValueError, match="--fuse is for a fold in memory"):
+        commands.fold_model(source, out, True, False, False, True, fuse=True)
+    commands.fold_model(source, out, None, False, False, True, fuse=True)
+    assert len(json.loads(capsys.readouterr().out)["fold"]["fused"]) == 4
+    assert len(parts_of(tn.from_pretrained(out)[0])) == 10
+
+
+def test_taken_apart_for_a_stock_checkpoint(tmp_path):
+    _, model, _ = fused("llama", dtype=torch.float32)
+    tn.export(model, tmp_path / "out", format="as-normed")
+    assert len(parts_of(model)) == 10

@@ -103,12 +103,13 @@ def find_groups(model: nn.Module, inputs: Any) -> tuple[list[Group], dict[str, s
     alive = []  # so that no identity is used twice
 
     def enter(name: str, args: tuple[Any, ...]) -> None:
-        x = args[0] if len(args) == 1 else None
+        x: Any = args[0] if len(args) == 1 else None
         if isinstance(x, Tensor) and isinstance(modules[name], nn.Linear):
             calls[name] += 1
             alive.append(x)
             # A tensor that was written to in between is another.
-            read[name.rpartition(".")[0], id(x), x._version].append(name)
+            version = 0 if x.is_inference() else x._version
+            read[name.rpartition(".")[0], id(x), version].append(name)
 
     with evaluation(model), hooks(model, enter):
         run(model, inputs)

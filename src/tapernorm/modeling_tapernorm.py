@@ -66,9 +66,7 @@ def is_in_norm(model, name):
 class ConfigMixin(_ConfigBase):
     """What a norm-free config adds to the stock one, and how it is written so that the stock one refuses it."""
 
-    removed_norms = ()
-    added_biases = ()
-    untied = ()
+    removed_norms = added_biases = untied = ()
     tapered = None
     constant_prefix = ()  # not `prefix`: pipelines take that for a text
     prefix_shapes: Any = {}  # noqa: RUF012 - a class's default, replaced and never changed
@@ -105,11 +103,7 @@ class ModelMixin(_ModelBase):
     @classmethod
     def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
         """As the stock method; but what it would only warn of is an error: norms that grow back where the folder has
-        none, and, for the class that was saved, any weight too few or too many.
-
-        Raises:
-            ValueError: config.json and the weights beside it are not of one model.
-        """
+        none, and, for the class that was saved, any weight too few or too many: a ValueError."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         whole = cls.__name__ in (model.config.architectures or ())
         missing = sorted(name for name in info["missing_keys"] if whole or is_in_norm(model, name))
@@ -148,8 +142,7 @@ class ModelMixin(_ModelBase):
                     fuse_linears(self.get_submodule(name), whole, parts)
                     gone += [f"{name}.{part}" for part in parts]
         if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
-            stars = {starred(name) for name in gone}
-            self._tp_plan = {k: v for k, v in self._tp_plan.items() if k not in stars}
+            self._tp_plan = {k: v for k, v in self._tp_plan.items() if k not in set(map(starred, gone))}
         for pattern, shape in dict(config.prefix_shapes).items():
             for name in self._find_all(config, [pattern]):
                 hold_prefix(self.get_submodule(name), *shape)
@@ -181,8 +174,7 @@ class FusedPart(nn.Module):
     """One of several linear maps that read the same tensor: a slice of the product with `owner.<whole>`, an nn.Linear.
 
     The first multiplies, and leaves the slices with what it read; another takes its own if it is given that very
-    tensor, and multiplies anew if not, so that order decides on speed alone. What is left is one tuple (for threads),
-    and the last drops it."""
+    tensor, and multiplies anew if not: order decides on speed alone. The last drops them (one tuple, for threads)."""
 
     def __init__(self, owner, whole, sizes, index, left):
         super().__init__()  # the owner is not registered: it would be a module of its own child
@@ -194,9 +186,14 @@ class FusedPart(nn.Module):
             if index == self.last:
                 left.held = None
             return held[1][index]
-        parts = self.owner._modules[self.whole](input).split(self.sizes, -1)  # looked up: it may be wrapped by now
+        made = product(self.owner._modules[self.whole], input)  # looked up: it may be wrapped by now
+        parts = torch.split_with_sizes(made, self.sizes, -1)  # a third of the cost of `made.split`
         left.held = None if index == self.last else (input, parts)
         return parts[index]
+
+    def __call__(self, input):
+        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        return super().__call__(input) if hooked else self.forward(input)
 
     def _rows(self, name):
         tensor = getattr(self.owner._modules[self.whole], name)
@@ -204,6 +201,15 @@ class FusedPart(nn.Module):
 
     weight, bias = property(lambda self: self._rows("weight")), property(lambda self: self._rows("bias"))
     in_features, out_features = property(lambda self: self.weight.shape[1]), property(lambda self: len(self.weight))
+
+
+def product(linear, input):
+    """linear(input); where nobody could tell, without the calls, which are half of what a small product costs."""
+    own = vars(linear)
+    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    if hooked or type(linear) is not nn.Linear or "forward" in own:
+        return linear(input)
+    return nn.functional.linear(input, own["_parameters"]["weight"], own["_parameters"]["bias"])
 
 
 class Left:
@@ -286,9 +292,8 @@ def _mask_with_prefix(make_mask):
     def mask(batch_size, q_length, config: Any = None, device="cpu", allow_is_causal_skip=True, **kwargs):
         # No mask means torch's `is_causal`, which aligns the corner wrongly when there are more keys than queries.
         alone = allow_is_causal_skip and isinstance(q_length, int) and q_length == 1
-        made = make_mask(
-            batch_size=batch_size, q_length=q_length, config=config, device=device, allow_is_causal_skip=alone, **kwargs
-        )
+        kwargs |= {"batch_size": batch_size, "q_length": q_length, "config": config, "device": device}
+        made = make_mask(allow_is_causal_skip=alone, **kwargs)
         if made is None:
             return None
         seen = made.new_full((made.shape[0], 1, q_length, len(config.constant_prefix)), made.dtype == torch.bool)
@@ -303,15 +308,11 @@ for _name, (_attention, _mask) in ATTENTIONS.items():
     AttentionMaskInterface.register(ATTENTION + _name, _mask_with_prefix(_mask))
 
 
-def heads(base_type):
+def heads(base_type) -> dict[str, str]:
     """`{auto class: stock class}`, by name, of one family: transformers' own tables, no model code is imported."""
-    found = {}
-    for name, auto in vars(modeling_auto).items():
-        mapping = getattr(auto, "_model_mapping", None) if name.startswith("AutoModel") else None
-        stock = mapping._model_mapping.get(base_type) if mapping is not None else None
-        if isinstance(stock, str):
-            found[name] = stock
-    return found
+    tables = {n: getattr(a, "_model_mapping", None) for n, a in vars(modeling_auto).items() if n[:9] == "AutoModel"}
+    found = {name: table._model_mapping.get(base_type) for name, table in tables.items() if table is not None}
+    return {name: stock for name, stock in found.items() if isinstance(stock, str)}
 
 
 def share_conversions(old, new):
@@ -325,9 +326,8 @@ def guard_field_of(stock):
 
     Never one that the checks of `PreTrainedConfig` itself read, such as vocab_size: AutoTokenizer and Trainer parse
     config.json with that bare class."""
-    own = [
-        f for f in stock.__dataclass_fields__ if f not in PreTrainedConfig.__dataclass_fields__ and f != "vocab_size"
-    ]
+    skipped = {*PreTrainedConfig.__dataclass_fields__, "vocab_size"}
+    own = [field for field in stock.__dataclass_fields__ if field not in skipped]
     kinds = {field: stock.__dataclass_fields__[field].type for field in own}
     epsilons = [field for field in own if re.search(r"(eps|epsilon)\Z", field)]
     whole = [field for field in own if kinds[field] in (int, "int")]

@@ -13,8 +13,9 @@ from torch import Tensor
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "dropout", "detach"}
 VIEWS = {
     "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "expand_as", "permute", "transpose",
-    "__getitem__", "chunk", "split", "unbind", "narrow", "select", "index_select", "view_as", "unflatten", "repeat",
-    "repeat_interleave", "__get__",  # .T, .mT, .data; what is no tensor, such as .shape, is not followed
+    "__getitem__", "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "index_select", "view_as",
+    "unflatten", "repeat", "repeat_interleave",
+    "__get__",  # .T, .mT, .data; what is no tensor, such as .shape, is not followed
 }  # fmt: skip
 GATHERS = {"__getitem__", "index_select", "repeat", "repeat_interleave"}
 MEANS = {"mean"}  # over tokens, not over features: a constant scale and shift go through it
