@@ -160,6 +160,8 @@ def to_gate_0(model: Any, config: Any) -> None:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Seconds and peak memory over parameters, an SVG with the project's figures' style."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     from tapernorm import canvas
 
     latest = {(row["size"], row["operation"]): row for row in rows}
@@ -168,7 +170,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     colours = {name: colour for name, colour in zip(OPERATIONS, five, strict=True) if name in measured}
 
     def draw(width: int) -> Any:
-        fig, axes = canvas.place_grid(width, 2, 200, 44)
+        fig, axes = canvas.place_grid(width, 2, 200, 64 if width == canvas.WIDE else 84)
         for ax, field, title in zip(axes, ("seconds", "peak_mb"), ("seconds", "peak memory, MB"), strict=True):
             for name, colour in colours.items():
                 points = sorted(
@@ -182,11 +184,24 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 ax.plot(*zip(*((n, 1.5 * mb) for n, mb in sizes), strict=True), ":", color=canvas.MUTED,
                         label="1.5 × the weights")  # fmt: skip
             ax.set(xscale="log", yscale="log", title=title, xlabel="parameters")
+            ax.xaxis.set_major_formatter(FuncFormatter(count_text))
+            ax.yaxis.set_major_formatter(FuncFormatter(canvas.tick_text))
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_major_locator(LogLocator(10, numticks=9))
+                axis.set_minor_formatter(NullFormatter())
         canvas.legend_above(fig, axes[1], width)
         return fig
 
     label = "Seconds and peak memory of each operation over the number of parameters, both axes logarithmic."
     path.write_text(standalone(canvas.inline(draw, "scale", label)), encoding="utf-8")
+
+
+def count_text(value: float, _: int) -> str:
+    """3000000 -> 3 M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:g}"
 
 
 def standalone(figure: str) -> str:
