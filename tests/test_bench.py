@@ -8,9 +8,11 @@ import transformers
 
 import tiny_models
 from tapernorm import TaperConfig, get_controller, taper_
-from tapernorm.bench import VARIANTS, append_csv, bench, stock_like, variants
+from tapernorm import bench as bench_module
+from tapernorm.bench import append_csv, bench
 from tapernorm.hub import save_pretrained
 from tapernorm.modules import taper_norms
+from tapernorm.variants import VARIANTS, stock_like, variants
 
 torch.set_num_threads(1)
 
@@ -46,10 +48,13 @@ def test_variants_of_a_stock_model(family, arm):
     model = tiny(family)
     before = logits(model)
     made = variants(model, arm=arm)
-    assert tuple(made) == VARIANTS
+    fuses = family != "gpt2"  # whose queries, keys and values are one product already
+    assert tuple(made) == (VARIANTS if fuses else VARIANTS[:-1])
     assert torch.equal(logits(made["stock"]), before)
     close(logits(made["functional"]), before)
     close(logits(made["folded"]), logits(made["unfused"]))
+    if fuses:
+        close(logits(made["folded-fused"]), logits(made["folded"]))
     assert not torch.allclose(logits(made["folded"]), before, rtol=1e-2)
     assert not any(variant.training for variant in made.values())
     # The norms are what they are called.
@@ -110,6 +115,7 @@ def test_rows():
     )
     assert [row["variant"] for row in rows] == list(VARIANTS)
     assert len(calls) == 4  # one round is not counted
+    assert rows[0]["python"] and rows[0]["transformers"] == transformers.__version__
     assert len({tuple(row) for row in rows}) == 1
     for row in rows:
         assert set(row) >= SCHEMA
@@ -129,28 +135,53 @@ def test_the_ratio_is_to_the_first_without_a_stock_model():
     assert rows[0]["ratio"] == 1.0 and rows[1]["ratio"] > 0
 
 
+class Clock:
+    """Stands for `Work.seconds`: what each model takes, in a machine that slows down from round to round."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.seconds, self.calls = seconds, []
+        monkeypatch.setattr(bench_module.Work, "warm_up", lambda work: None)
+        monkeypatch.setattr(bench_module, "_repeats", lambda work: 1)
+        monkeypatch.setattr(bench_module.Work, "seconds", lambda work, repeats=1: self.take(work))
+
+    def take(self, work):
+        self.calls.append((work.model, work.how, work.ids, work.setting))
+        number = (len(self.calls) - 1) // len(self.seconds)
+        return self.seconds[work.model, work.how] * (1 + number)
+
+
 def test_the_ratio_is_the_median_within_rounds(monkeypatch):
     """The machine slows down from round to round; the second model is twice as fast in each of them."""
-    model = tiny(layers=1)
-    twin = tiny(layers=1)
-    clock = iter(range(100))
-    seconds = {id(model): 2.0, id(twin): 1.0}
-    monkeypatch.setattr("tapernorm.bench._decode", lambda m, ids, n: seconds[id(m)] * (1 + next(clock) // 2))
+    model, twin = tiny(layers=1), tiny(layers=1)
+    Clock(monkeypatch, {(model, ""): 2.0, (twin, ""): 1.0})
     rows = bench({"stock": model, "fast": twin}, batch=3, new_tokens=10, rounds=5)
     assert [row["ratio"] for row in rows] == [1.0, 2.0]
+    assert [(row["ratio_p20"], row["ratio_p80"]) for row in rows] == [(1.0, 1.0), (2.0, 2.0)]
     # rounds 1 to 5 take 2 to 6 units; the one before is not counted
     assert rows[0]["tokens_per_second"] == pytest.approx(3 * 10 / (2.0 * 4))
     assert rows[1]["tokens_per_second"] == pytest.approx(3 * 10 / 4)
+    assert rows[1]["p20"] == pytest.approx(3 * 10 / 5) and rows[1]["p80"] == pytest.approx(3 * 10 / 3)
 
 
-def test_every_variant_decodes_the_same_prompt(monkeypatch):
-    seen = []
-    monkeypatch.setattr("tapernorm.bench._decode", lambda m, ids, n: seen.append((id(m), ids, n)) or 1.0)
+def test_the_ratio_is_to_stock_compiled_the_same_way(monkeypatch):
+    stock, folded = tiny(layers=1), tiny(layers=1)
+    Clock(monkeypatch, {(stock, ""): 6.0, (folded, ""): 4.0, (stock, "default"): 3.0, (folded, "default"): 1.0})
+    rows = bench({"stock": stock, "folded": folded}, rounds=2, compile=("", "default"))
+    found = {(row["variant"], row["compile_mode"]): row["ratio"] for row in rows}
+    assert found[("folded", "")] == pytest.approx(1.5) and found[("folded", "default")] == pytest.approx(3.0)
+    assert found[("stock", "")] == found[("stock", "default")] == 1.0
+    assert [row["compiled"] for row in rows] == [False, False, True, True]
+
+
+def test_every_variant_decodes_the_same_prompt_and_all_take_turns(monkeypatch):
     models = {name: tiny(layers=1) for name in ("stock", "a", "b")}
-    bench(models, batch=2, prompt=5, new_tokens=7, rounds=2)
-    assert all(torch.equal(ids, seen[0][1]) and ids.shape == (2, 5) and n == 7 for _, ids, n in seen)
-    order = [list(models).index(next(k for k, m in models.items() if id(m) == which)) for which, *_ in seen]
-    assert [order[i : i + 3] for i in (0, 3, 6)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]  # all in turn
+    clock = Clock(monkeypatch, {(model, ""): 1.0 for model in models.values()})
+    bench(models, batch=2, prompt=5, new_tokens=7, rounds=5)
+    assert all(torch.equal(ids, clock.calls[0][2]) and ids.shape == (2, 5) for _, _, ids, _ in clock.calls)
+    order = [next(k for k, m in models.items() if m is called) for called, *_ in clock.calls]
+    rounds = [tuple(order[i : i + 3]) for i in range(0, 18, 3)]
+    assert {frozenset(each) for each in rounds} == {frozenset(models)}
+    assert len(set(rounds)) > 2  # in changing order
 
 
 def test_csv(tmp_path):

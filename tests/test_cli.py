@@ -135,7 +135,8 @@ def test_taper_end_to_end(call: Call, models: Path, text: Path, tmp_path: Path, 
     assert len(result["fold"]["folded"]) == (5 if arm == "all" else 4)
     assert result["verify"]["passed"] and result["verify"]["greedy_match"] == 1 and result["verify"]["cached_match"]
     assert result["loss_after"] < result["loss_before"]
-    assert {row["variant"] for row in result["bench"]["rows"]} == {"stock", "functional", "unfused", "folded"}
+    variants = {"stock", "functional", "unfused", "folded"} | ({"folded-fused"} if name == "llama" else set())
+    assert {row["variant"] for row in result["bench"]["rows"]} == variants
     assert "<svg" in Path(result["report"]).read_text()
     assert not list((out / arm).glob("checkpoint-*"))
 

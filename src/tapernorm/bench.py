@@ -1,112 +1,102 @@
-"""Tokens a second of decoding: a model with its norms, with faster norms, unfused, and folded. Interleaved.
+"""Tokens a second, measured fairly: a model with its norms, with faster norms, unfused, folded and fused.
 
-All variants take turns in every round, so that a machine whose speed drifts slows them all; a ratio is the median
-over rounds of the ratio within a round.
+    decode      greedy decoding of `new_tokens` after a prompt, with a key-value cache; the prompt is not timed
+    last-token  one forward over T tokens without a cache, logits of the last token only
+    prefill     one forward over T tokens that fills a cache, logits of the last token only
+
+All candidates take turns in every round, in an order drawn anew, so that a machine whose speed drifts slows them all;
+a ratio is the median over rounds of the ratio within a round. Compilation and warm-up are outside the timed parts,
+and a compilation inside one is an error. The device is synchronised before the clock is read.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import csv
 import dataclasses
 import datetime
+import gc
+import inspect
+import math
 import platform
+import random
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
+from transformers import StaticCache
 
-from tapernorm import hub, layout
-from tapernorm.config import Arm, TaperConfig
-from tapernorm.convert import get_controller, restore_, taper_
-from tapernorm.fold import fold_
-from tapernorm.modules import taper_norms
-from tapernorm.probe import Norm, gain
-from tapernorm.sites import context_length, default_example, find_sites, run
+from tapernorm.bandwidth import cache_bytes, copy_bandwidth, synchronize, weight_bytes
+from tapernorm.config import nearest
+from tapernorm.sites import context_length
+from tapernorm.variants import VARIANTS, stock_like, variants
 from tapernorm.verify import new_cache
 
-VARIANTS = ("stock", "functional", "unfused", "folded")
+__all__ = ["VARIANTS", "Setting", "append_csv", "bench", "compile_modes", "device_name", "stock_like", "variants"]
+
+MODES = ("decode", "last-token", "prefill")
+CACHES = ("dynamic", "static")
+EAGER, COMPILED, GRAPHS = "", "default", "reduce-overhead"  # torch.compile's modes; the last is with CUDA graphs
+_SHORTEST = 0.03  # seconds of a timed part: what is quicker is repeated
+_MOST_REPEATS = 50
 
 
-class FunctionalNorm(nn.Module):
-    """The same norm by `torch.nn.functional`: what a careful user would run instead of the library's."""
-
-    def __init__(self, norm: nn.Module, probed: Norm, width: int) -> None:
-        super().__init__()
-        dtype = next((p.dtype for p in norm.parameters()), torch.float32)
-        self.weight = nn.Parameter(gain(norm, probed, width).detach().to(dtype), requires_grad=False)
-        bias = getattr(norm, probed.bias) if probed.bias else None
-        self.bias = nn.Parameter(bias.detach().clone(), requires_grad=False) if bias is not None else None
-        self.kind, self.eps, self.shape = probed.kind, probed.eps, (width,)
-
-    def forward(self, h: Tensor) -> Tensor:
-        if self.kind == "layer":
-            return F.layer_norm(h, self.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(h, self.shape, self.weight, self.eps)
-
-
-@torch.no_grad()
-def variants(model: nn.Module, arm: Arm = "internal", keep: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Copies of `model` that differ in their norms only.
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What one interleaved run measures.
 
     Args:
-        model: a tapered model at the end of its taper, of which the last two variants are the same function; or any
-            other, whose last two variants are for speed alone (`_calibrated`).
-        arm, keep: for a model that is not tapered, as in `TaperConfig`; a tapered one brings its own.
+        mode: one of `MODES`; cache: of `CACHES`, or `"none"` for last-token.
+        batch: sequences together; prompt: tokens before the first decoded one, or T of the other modes; new_tokens:
+            decoded in one timed part. Decoding takes a shorter prompt and fewer tokens where a model's context is
+            too short.
+        compile: modes of torch.compile, `""` for none; the candidates are all models in all of them.
+        rounds: timed parts of each candidate, after one that is not counted.
+
+    Raises:
+        ValueError: an unknown mode, cache or compile mode; a number below 1; CUDA graphs with a dynamic cache.
     """
-    controller = get_controller(model)
-    config = controller.config if controller else TaperConfig(arm=arm, keep=tuple(keep), anchor_weight=0.0)
-    stock = copy.deepcopy(model).eval()
-    if controller is not None:
-        restore_(stock)
-    made = {"stock": stock, "functional": copy.deepcopy(stock)}
-    for site in find_sites(stock):
-        if site.probed is not None:
-            norm = FunctionalNorm(stock.get_submodule(site.name), site.probed, site.width)
-            made["functional"].set_submodule(site.name, norm.eval())
-    done = controller is not None and controller.phase == "done"
-    made["unfused"] = copy.deepcopy(model).eval() if done else _calibrated(copy.deepcopy(stock), config)
-    made["folded"] = copy.deepcopy(made["unfused"])
-    fold_(made["folded"])
-    return made
+
+    mode: str = "decode"
+    batch: int = 1
+    cache: str = "dynamic"
+    prompt: int = 16
+    new_tokens: int = 64
+    compile: tuple[str, ...] = (EAGER,)
+    rounds: int = 15
+
+    def __post_init__(self) -> None:
+        caches = ("none",) if self.mode == "last-token" else CACHES
+        for field, value, known in (("mode", self.mode, MODES), ("cache", self.cache, caches)):
+            if value not in known:
+                where = f" of {self.mode}" if field == "cache" else ""
+                raise ValueError(f"{field}={value!r}{where} is not one of {', '.join(known)}{nearest(value, known)}")
+        for field in ("batch", "prompt", "new_tokens", "rounds"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be at least 1")
+        unknown = next((mode for mode in self.compile if mode not in (EAGER, COMPILED, GRAPHS)), None)
+        if unknown is not None or not self.compile:
+            raise ValueError(f"compile={unknown!r} is not one of '', {COMPILED}, {GRAPHS}")
+        if GRAPHS in self.compile and self.cache == "dynamic":
+            raise ValueError("CUDA graphs need tensors that keep their places: take a static cache, not a dynamic one")
 
 
-def _calibrated(model: nn.Module, config: TaperConfig) -> nn.Module:
-    """`model` tapered to gate 0 with scales measured on random tokens, and a tenth of them.
+def compile_modes(device: torch.device, cache: str) -> tuple[str, ...]:
+    """What `--compile` measures: eager, compiled, and on a GPU with CUDA graphs, which a growing cache cannot have.
 
-    Without training nothing holds the scale of the residual, and a gated MLP is quadratic: at the full scale some
-    twenty layers overflow. At a tenth each block adds little to the residual.
+    Raises:
+        ValueError: torch cannot compile for a processor without a C++ compiler.
     """
-    steps = {"warmup_steps": 1, "taper_steps": 1, "allow_massive": True, "anchor_weight": 0.0}
-    bare = {"uniformity_weight": 0.0, "cap": None, "stagger": 0.0, "guard_margin": None}
-    controller = taper_(model, dataclasses.replace(config, **steps, **bare))
-    model.train()
-    with torch.enable_grad():  # a forward without gradients is none of training, and gives no statistics
-        run(model, default_example(model, batch=2, length=16))
-    model.eval()
-    controller.step()
-    controller.step()
-    for module in taper_norms(model).values():
-        module.fixed_norm.c.mul_(0.1)
-    return model
-
-
-def stock_like(source: str) -> nn.Module:
-    """The stock model of a source's config: itself, or, for a norm-free folder, one with random weights.
-
-    Speed does not depend on the weights, and a folded model has no norms left to compare with.
-    """
-    model, _ = hub.from_pretrained(source)
-    stock = getattr(type(model), "stock_class", None)
-    if stock is None:
-        return model
-    config = layout.stock_config(model.config)
-    return stock._from_config(config, dtype=model.dtype)
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+        raise ValueError("--compile needs a C++ compiler (g++ or clang++), and none is on the path")
+    return (EAGER, COMPILED, GRAPHS) if device.type == "cuda" and cache != "dynamic" else (EAGER, COMPILED)
 
 
 @torch.no_grad()
@@ -118,65 +108,196 @@ def bench(
     rounds: int = 15,
     name: str = "",
     progress: Callable[[], None] | None = None,
+    mode: str = "decode",
+    cache: str | None = None,
+    compile: Sequence[str] = (EAGER,),
 ) -> list[dict[str, Any]]:
-    """Decode with a dynamic key-value cache, all models in turn in every round.
+    """All models in turn in every round.
 
     Args:
-        models: variant name -> model; the ratio is to `"stock"`, or to the first.
-        batch: sequences decoded together.
-        prompt: tokens before the first decoded one, outside the timed part.
-        new_tokens: tokens decoded in one timed part.
-        rounds: timed parts of each model, after one that is not counted.
-        name: written into each row's `model`.
+        models: variant name -> model; the ratio is to `"stock"`, or to the first, with the same compile mode.
+        name: written into each row's `model`; progress: called after each round. The others: see `Setting`.
 
     Returns:
-        One row a variant: median tokens a second (all sequences together) with p20 and p80, and the ratio.
+        One row a model and compile mode: median tokens a second (all sequences together; those read, where none are
+        decoded) with p20 and p80, the ratio, and what share of the memory's bandwidth that is.
+
+    Raises:
+        ValueError: as `Setting`; the context of a model is shorter than T; it cannot leave out logits.
     """
+    cache = cache or ("none" if mode == "last-token" else "dynamic")
+    setting = Setting(mode, batch, cache, prompt, new_tokens, tuple(compile), rounds)
     reference = "stock" if "stock" in models else next(iter(models))
-    seconds: dict[str, list[float]] = {variant: [] for variant in models}
-    context = context_length(models[reference])
-    prompt = min(prompt, context // 2)
-    new_tokens = min(new_tokens, context - prompt - 1)  # a table of positions ends there
+    setting = _fitted(setting, models[reference])
     vocabulary = int(getattr(models[reference].config, "vocab_size", 2))
-    ids = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(0))
-    order = list(models)
+    shape = (setting.batch, setting.prompt)
+    ids = torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    works = {
+        (variant, how): Work(model, setting, how, ids) for how in setting.compile for variant, model in models.items()
+    }
+    for work in works.values():
+        work.warm_up()
+    repeats = _repeats(works[reference, setting.compile[0]])
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in works}
+    order, shuffle = list(works), random.Random(0).shuffle
     for number in range(rounds + 1):
-        for variant in order:
-            elapsed = _decode(models[variant], ids, new_tokens)
-            if number:
-                seconds[variant].append(elapsed)
-        order = order[1:] + order[:1]  # nobody always comes after the same neighbour
+        shuffle(order)  # nobody always comes after the same neighbour
+        with _no_garbage_collection():
+            for key in order:
+                elapsed = works[key].seconds(repeats)
+                if number:
+                    seconds[key].append(elapsed)
         if progress is not None:
             progress()
-    rows = []
-    for variant, times in seconds.items():
-        first = next(models[variant].parameters())
-        speed = sorted(batch * new_tokens / t for t in times)
-        ratios = [a / b for a, b in zip(seconds[reference], times, strict=True)]
-        rows.append(
-            {
-                "model": name,
-                "mode": "decode",
-                "variant": variant,
-                "batch": batch,
-                "cache": "dynamic",
-                "compiled": False,
-                "dtype": str(first.dtype).removeprefix("torch."),
-                "tokens_per_second": statistics.median(speed),
-                "p20": speed[int(0.2 * (len(speed) - 1))],
-                "p80": speed[int(0.8 * (len(speed) - 1))],
-                "ratio": statistics.median(ratios),
-                "prompt": prompt,
-                "new_tokens": new_tokens,
-                "rounds": rounds,
-                "attention": getattr(models[variant].config, "_attn_implementation", ""),
-                "device": device_name(first.device),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "date": datetime.date.today().isoformat(),
-            }
-        )
-    return rows
+    return [
+        {"model": name, "mode": mode, "variant": variant}
+        | _row(works[variant, how], times, seconds[reference, how])
+        | {"repeats": repeats}
+        for (variant, how), times in seconds.items()
+    ]
+
+
+def _fitted(setting: Setting, model: Any) -> Setting:
+    context = context_length(model)
+    if setting.mode == "decode":
+        prompt = min(setting.prompt, max(1, context // 2))
+        left = context - prompt - 1  # a table of positions ends there
+        return dataclasses.replace(setting, prompt=prompt, new_tokens=max(1, min(setting.new_tokens, left)))
+    if setting.prompt > context:
+        raise ValueError(f"length={setting.prompt} is longer than the model's context of {context} tokens")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} has no logits_to_keep, which the mode {setting.mode} needs")
+    return dataclasses.replace(setting, new_tokens=1)
+
+
+class Work:
+    """One candidate: a model, compiled or not, and what it does in a timed part."""
+
+    def __init__(self, model: Any, setting: Setting, how: str, ids: Tensor) -> None:
+        self.model, self.setting, self.how = model, setting, how
+        self.device = next(model.parameters()).device
+        self.ids = ids.to(self.device)
+        self.tokens = setting.batch * (setting.new_tokens if setting.mode == "decode" else setting.prompt)
+        self.cache: dict[str, Any] = {}
+        options = {"use_cache": setting.cache != "none"} | ({} if setting.mode == "decode" else {"logits_to_keep": 1})
+
+        def step(ids: Tensor, cache: dict[str, Any]) -> Tensor:
+            return model(input_ids=ids, **options, **cache).logits[:, -1:].argmax(-1)
+
+        self.eager = step
+        # torch.compile keeps what it made by code object: with one for all, each candidate would be asked whether it
+        # is one of the others, and their number would be limited.
+        own = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+        self.step = torch.compile(own, mode=how) if how else step
+
+    def warm_up(self) -> None:
+        """Compile, record graphs, fill caches."""
+        for _ in range(3 if self.how else 1):
+            self.run(*self.prepare())
+
+    def seconds(self, repeats: int = 1) -> float:
+        """Of `repeats` timed parts, less what prepares each."""
+        compilation_fails = torch.compiler.set_stance("fail_on_recompile") if self.how else contextlib.nullcontext()
+        with compilation_fails:
+            return sum(self._timed() for _ in range(repeats)) / repeats
+
+    def bytes_per_token(self) -> float:
+        """What must at least be read: all weights and, in decoding, the cache, divided among the tokens of a step."""
+        weights, s = weight_bytes(self.model), self.setting
+        if s.mode != "decode":
+            return weights / self.tokens
+        held: float = sum(cache_bytes(cache) for cache in self.cache.values())
+        if s.cache == "dynamic":  # it grew: its mean length over the steps
+            held *= (s.prompt + (s.new_tokens + 1) / 2) / (s.prompt + s.new_tokens)
+        return (weights + held) / s.batch
+
+    def prepare(self) -> tuple[Tensor, dict[str, Any]]:
+        """(the first ids, the cache) of a timed part."""
+        places = self.setting.prompt + self.setting.new_tokens
+        if self.setting.cache == "static" and self.cache:
+            for cache in self.cache.values():
+                cache.reset()  # in place: compiled code and CUDA graphs know where it is
+        elif self.setting.cache == "static":
+            self.cache = {key: StaticCache(self.model.config, places) for key in new_cache(self.model)}
+            if self.setting.mode == "prefill":  # it takes its shapes from a first forward, which is not compiled
+                self.eager(self.ids, self.cache)
+                return self.prepare()
+        elif self.setting.cache == "dynamic":
+            self.cache = new_cache(self.model)
+        ids = self.eager(self.ids, self.cache) if self.setting.mode == "decode" else self.ids
+        return ids, self.cache
+
+    def _timed(self) -> float:
+        ids, cache = self.prepare()
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.run(ids, cache)
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def run(self, ids: Tensor, cache: dict[str, Any]) -> Tensor:
+        for _ in range(self.setting.new_tokens):
+            if self.how == GRAPHS:
+                torch.compiler.cudagraph_mark_step_begin()
+            ids = self.step(ids, cache)
+            if self.how == GRAPHS:
+                ids = ids.clone()  # the next replay writes to the same place
+        return ids
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Before, not in a timed part."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _repeats(work: Work) -> int:
+    """How often a timed part is repeated to be long enough for the clock and for the scheduler; the same for all."""
+    return max(1, min(_MOST_REPEATS, math.ceil(_SHORTEST / max(work.seconds(), 1e-9))))
+
+
+def _row(work: Work, times: list[float], reference: list[float]) -> dict[str, Any]:
+    setting, first = work.setting, next(work.model.parameters())
+    speed = statistics.median(work.tokens / t for t in times)
+    ratios = [a / b for a, b in zip(reference, times, strict=True)]
+    bandwidth = copy_bandwidth(work.device, torch.get_num_threads())
+    return {
+        "batch": setting.batch,
+        "cache": setting.cache,
+        "compiled": bool(work.how),
+        "compile_mode": work.how,
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "tokens_per_second": speed,
+        "p20": _quantile([work.tokens / t for t in times], 0.2),
+        "p80": _quantile([work.tokens / t for t in times], 0.8),
+        "ratio": statistics.median(ratios),
+        "ratio_p20": _quantile(ratios, 0.2),
+        "ratio_p80": _quantile(ratios, 0.8),
+        "prompt": setting.prompt,
+        "new_tokens": setting.new_tokens if setting.mode == "decode" else 0,
+        "bytes_per_token": round(work.bytes_per_token()),
+        "bandwidth_share": speed * work.bytes_per_token() / bandwidth,
+        "copy_bandwidth": round(bandwidth),
+        "rounds": setting.rounds,
+        "attention": getattr(work.model.config, "_attn_implementation", ""),
+        "device": device_name(work.device),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return sorted(values)[round(q * (len(values) - 1))]
 
 
 def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -194,28 +315,10 @@ def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         unknown = [name for row in rows for name in row if header and name not in header]
         if unknown:
             raise ValueError(f"{path} has no column {unknown[0]!r}; append to another file")
-        writer = csv.DictWriter(file, fieldnames=header or list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=header or list(rows[0]), lineterminator="\n")
         if not header:
             writer.writeheader()
         writer.writerows(rows)
-
-
-def _decode(model: Any, ids: Tensor, new_tokens: int) -> float:
-    """Seconds for `new_tokens` steps of greedy decoding, the prompt's own forward left out."""
-    device = next(model.parameters()).device
-    cache = new_cache(model)
-    token = model(input_ids=ids.to(device), use_cache=True, **cache).logits[:, -1:].argmax(-1)
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(new_tokens):
-        token = model(input_ids=token, use_cache=True, **cache).logits[:, -1:].argmax(-1)
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:

@@ -308,17 +308,28 @@ def evaluate(
 def bench(
     model: o.Model,
     arm: Annotated[str, typer.Option(help="Which norms the folded variants lack: internal or all.")] = "internal",
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences decoded together; may be repeated.")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens in one timed part.")] = 64,
+    mode: Annotated[list[str] | None, typer.Option(help="decode, last-token or prefill; repeatable.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences together; repeatable. Default: 1, 4.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="dynamic (default) or static; repeatable.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="T, or the prompt of decode; repeatable.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="decode: tokens in one timed part.")] = 64,
     rounds: Annotated[int, typer.Option(help="Timed parts of each variant.")] = 15,
+    compile: Annotated[bool, typer.Option("--compile", help="Also compiled; on a GPU also with CUDA graphs.")] = False,
+    counts: Annotated[bool, typer.Option("--counts", help="Count operations per token; nothing is timed.")] = False,
+    self_check: Annotated[bool, typer.Option("--self-check", help="Also a second stock model: the noise.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Such as bfloat16. Default: the model's.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
     as_json: o.Json = False,
     config: o.Config = None,
 ) -> None:
-    """Decoding speed of a model with its norms, with functional norms, unfused and folded, in one interleaved run."""
-    from tapernorm.commands import time_decoding
+    """Speed of a model: stock, with functional norms, unfused, folded and fused, in one interleaved run.
 
-    time_decoding(model, arm, batch or [1, 4], new_tokens, rounds, csv, as_json)
+    Example: tapernorm bench ./my-llama --mode last-token --length 128 --length 512 --compile --csv speed.csv
+    """
+    from tapernorm.bench_command import run
+
+    run({k: v for k, v in locals().items() if k not in ("config", "run")})
 
 
 @app.command()

@@ -165,39 +165,6 @@ def measure_loss(
     return None
 
 
-def time_decoding(
-    model: str, arm: str, sizes: list[int], new_tokens: int, rounds: int, csv: Path | None, as_json: bool
-) -> None:
-    """`bench`: the variants of a model, interleaved."""
-    from tapernorm.bench import append_csv, stock_like, variants
-    from tapernorm.bench import bench as measure
-    from tapernorm.config import TaperConfig
-    from tapernorm.progress import bar
-
-    TaperConfig(arm=arm)  # type: ignore[arg-type]  # refuses an unknown arm
-    models = variants(stock_like(model), arm=arm)  # type: ignore[arg-type]
-    with bar("decoding speed", len(sizes) * (rounds + 1)) as advance:
-        rows = [
-            row
-            for size in sizes
-            for row in measure(
-                models, batch=size, new_tokens=new_tokens, rounds=rounds, name=Path(model).name, progress=advance
-            )
-        ]
-    if csv is not None:
-        append_csv(csv, rows)
-    if as_json:
-        return print_json({"rows": rows})
-    from rich.table import Table
-
-    table = Table("variant", "batch", "tokens/s", "p20", "p80", "ratio to stock", title=f"{model}: decoding")
-    for row in rows:
-        speeds = (f"{row[k]:,.0f}" for k in ("tokens_per_second", "p20", "p80"))
-        table.add_row(row["variant"], str(row["batch"]), *speeds, f"{row['ratio']:.3f}")
-    console().print(table)
-    return None
-
-
 def write_text(
     model: str,
     prompt: str,

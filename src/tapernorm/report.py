@@ -160,7 +160,9 @@ def bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
         words = [str(row["mode"])] if row.get("mode") else []
         words += [f"batch {row['batch']}"] if row.get("batch") is not None else []
         words += [f"{row['cache']} cache" if row["cache"] != "none" else "no cache"] if row.get("cache") else []
+        words += [f"T {row['prompt']}"] if row.get("prompt") and row.get("mode") not in (None, "decode") else []
         words += ["compiled" if row["compiled"] else "eager"] if row.get("compiled") is not None else []
+        words += ["CUDA graphs"] if row.get("compile_mode") == "reduce-overhead" else []
         words += [str(row["dtype"])] if row.get("dtype") else []
         words += [str(row.get("model"))] if len(models) > 1 else []
         variant = str(row.get("variant", "unnamed"))
