@@ -230,8 +230,7 @@ def test_the_table_fits_a_narrow_terminal():
 
 @pytest.mark.slow
 def test_a_variant_against_itself_reads_one():
-    """The bound is what a machine shared with others keeps to: a bias of the benchmark itself, such as a first or last
-    place in the round, or a cache kept warm for one of them, was several times that."""
+    """No candidate may gain from its place in a round, or from a cache that is warm for it alone."""
     model = tiny_models.tiny("llama", layers=4, hidden_size=64, intermediate_size=128).eval()
     same = {"stock": model, "same": model, "copy": copy.deepcopy(model)}
     for row in bench(same, prompt=8, new_tokens=16, rounds=41):

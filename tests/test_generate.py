@@ -361,9 +361,3 @@ def test_another_process_finds_the_library(folder, tmp_path):
     second, quick = run()
     assert first["compiled"] and second["compiled"] and first["tokens"] == second["tokens"]
     assert quick < slow
-
-
-def test_the_module_and_the_function_have_one_name():
-    script = "import tapernorm.generate, tapernorm as tn; print(callable(tn.generate))"
-    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert made.stdout.strip() == "True"

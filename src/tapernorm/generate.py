@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import sys
 import time
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from tapernorm._callable import call_module
 from tapernorm.decode_step import (
     Compiled,
     NotCompiled,
@@ -381,11 +381,4 @@ def _say(text: str) -> None:
     print(f"tapernorm: {text}", file=sys.stderr)
 
 
-class _Callable(types.ModuleType):
-    """`tn.generate` is the function, and `tapernorm.generate` this module: importing the module binds the name too."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
+call_module(__name__, generate)

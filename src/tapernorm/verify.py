@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tapernorm._callable import call_module
 from tapernorm.fold import BOUNDS, SIGNAL_TO_NOISE
 from tapernorm.logits import token_losses
 from tapernorm.modules import evaluation
@@ -187,3 +188,6 @@ def _logits(model: Any, rows: Tensor) -> Tensor:
     """[B, T, vocabulary] in evaluation mode, as the model makes them."""
     with evaluation(model):
         return model(input_ids=rows.to(next(model.parameters()).device), use_cache=False).logits
+
+
+call_module(__name__, verify)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
-import types
 from typing import Any
 
 from tapernorm import _folder
+from tapernorm._callable import call_module
 from tapernorm.config import nearest
 from tapernorm.export.folder import Exported, free_folder, write_record
 from tapernorm.export.norms import ExportError as ExportError
@@ -83,11 +82,4 @@ REFUSED = {
 }
 
 
-class _Callable(types.ModuleType):
-    """`tapernorm.export` is this package once it is imported, and the function before: both can be called."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Exported:
-        return export(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
+call_module(__name__, export)
