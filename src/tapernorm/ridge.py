@@ -31,20 +31,20 @@ def fit_map(x: Tensor, y: Tensor, prior: Tensor, ridges: tuple[float, ...] = RID
     """
     held = max(1, len(x) // _HELD_OUT)
     missing = y - x @ prior.T
-    chosen = products(x[held:], missing[held:])
+    others, quarter = products(x[held:], missing[held:]), products(x[:held], missing[:held])
     before = after = float(missing[:held].pow(2).sum(-1).mean())
     best = torch.inf
     for ridge in ridges:
-        step = solve(*chosen, ridge)
+        step = solve(*others, ridge)
         if step is None:
             continue
-        error = float((missing[:held] - x[:held] @ step.to(x.dtype)).pow(2).sum(-1).mean())
+        # ‖r − x S‖² = ‖r‖² − 2 ⟨S, xᵀr⟩ + ⟨S, xᵀx S⟩, r what the prior misses
+        error = before + float((step * (quarter[0] @ step - 2 * quarter[1])).sum()) / held
         if error < after:
             best, after = ridge, error
     if best == torch.inf:
         return Fit(prior, best, before, before)
-    rest = products(x[:held], missing[:held])
-    step = solve(chosen[0] + rest[0], chosen[1] + rest[1], best)
+    step = solve(others[0] + quarter[0], others[1] + quarter[1], best)
     assert step is not None  # more tokens make the matrix no less definite
     return Fit(prior + step.T.to(x.dtype), best, before, after)
 
