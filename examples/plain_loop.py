@@ -38,7 +38,9 @@ def main(out=None):
             print(f"step {step + 1}: loss {loss.item():.3f}, gate {controller.gate:.2f}, {controller.phase}")
 
     report = tn.fold_(model, example={"input_ids": ids})
-    print(f"{len(report.folded)} norms folded, {len(report.kept)} kept; logits moved by {report.max_abs_logit_error:.1e}")
+    print(
+        f"{len(report.folded)} norms folded, {len(report.kept)} kept; logits moved by {report.max_abs_logit_error:.1e}"
+    )
     folder = out or tempfile.mkdtemp()
     tn.save_pretrained(model, folder)
     again, _ = tn.from_pretrained(folder)

@@ -54,6 +54,5 @@ def main(folder=None):
     assert done.returncode == 0 and "TaperNorm" in done.stdout
 
 
-
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -40,7 +40,7 @@ def main(out=None):
         model=adapted,
         args=trl.SFTConfig(
             output_dir=out or tempfile.mkdtemp(), max_steps=20, per_device_train_batch_size=3, learning_rate=1e-2,
-            max_length=32, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=10, bf16=False,
+            max_length=32, save_strategy="no", report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
         ),
         train_dataset=datasets.Dataset.from_dict({"text": texts}),
         processing_class=tokenizer,
@@ -48,7 +48,9 @@ def main(out=None):
     trainer.train()
     merged = trainer.model.merge_and_unload()  # LoRA into the weights, then the scales
     report = tn.fold_(merged)
-    print(f"gate {controller.gate}, {len(report.folded)} norms folded, logits moved by {report.max_abs_logit_error:.1e}")
+    print(
+        f"gate {controller.gate}, {len(report.folded)} norms folded, logits moved by {report.max_abs_logit_error:.1e}"
+    )
     assert controller.phase == "done" and len(report.folded) == 4
     assert report.relative_error < report.bound
 
