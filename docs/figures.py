@@ -9,6 +9,7 @@ python docs/figures.py runs/internal runs/all runs/free
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -73,8 +74,9 @@ def draw(internal: Path, everything: Path, free: Path) -> None:
     phases(axes, settings)
     axes.set(xlabel="optimizer steps", title="gate g", ylim=(-0.04, 1.04))
     ends = (0, settings["warmup_steps"], settings["warmup_steps"] + settings["taper_steps"], log[-1]["step"])
-    for left, right, text in zip(ends, ends[1:], ("warm-up", "taper", "gate 0"), strict=True):
-        axes.text((left + right) / 2, 0.5, text, ha="center", backgroundcolor="none")
+    for (left, right), text in zip(itertools.pairwise(ends), ("warm-up", "taper", "gate 0"), strict=True):
+        falling = text == "taper"  # beside the curve
+        axes.text(left + (right - left) * (0.32 if falling else 0.5), 0.2 if falling else 0.5, text, ha="center")
     save(figure, "gate")
 
     figure, axes = plt.subplots(figsize=(6.4, 2.8))

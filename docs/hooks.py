@@ -29,7 +29,7 @@ Tables go to stdout, progress and errors to stderr. `--json` puts one JSON objec
 | exit code | |
 |---|---|
 | 0 | done |
-| 2 | the input is wrong; nothing was written |
+| 2 | the input is wrong, or there is no room, memory or permission |
 | 3 | a numerical check failed |
 | 130 | stopped with Ctrl-C |
 """
@@ -55,15 +55,15 @@ def _command(name: str, command: Any) -> str:
     lines = [f"## {name}\n"]
     for paragraph in (command.help or "").split("\n\n"):
         text = " ".join(paragraph.split())
-        lines.append(f"    {text.removeprefix('Example: ')}\n" if text.startswith("Example: ") else f"{text}\n")
+        lines.append(f"    {text.removeprefix('Example: ')}\n" if text.startswith("Example: ") else f"{_cell(text)}\n")
     shown = [p for p in command.params if not getattr(p, "hidden", False)]
     arguments = [p for p in shown if p.param_type_name == "argument"]
     usage = " ".join(["tapernorm", name, *(p.name.upper() for p in arguments), "[OPTIONS]"])
     lines.append(f"```text\n{usage}\n```\n")
-    lines += ["| | default | |", "|---|---|---|"]
+    lines += ['<div class="options" markdown>\n', "| | default | |", "|---|---|---|"]
     for parameter in shown:
         lines.append(f"| {_names(parameter)} | {_default(parameter)} | {_cell(parameter.help or '')} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "\n</div>\n"])
 
 
 def _names(parameter: Any) -> str:

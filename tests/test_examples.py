@@ -29,6 +29,7 @@ def test_every_example_is_run_and_short() -> None:
     assert {file.stem for file in files} == {*SAYS, *APART}
     for file in files:
         assert len(file.read_text(encoding="utf-8").splitlines()) < 60, file.name
+        assert f"examples/{file.name}" in (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", SAYS)
