@@ -51,9 +51,8 @@ def main(original, norm_free, prompt="Once upon a time"):
         for name, share in sorted(found.items(), key=lambda item: -abs(item[1]))[:6]:
             print(f"  {share:+10.4f}  {name}")
         total = sum(found.values())
-        print(
-            f"  {total:+10.4f}  sum of {len(found)} shares\n  {logit:+10.4f}  logit (difference {total - logit:+.1e})"
-        )
+        print(f"  {total:+10.4f}  sum of {len(found)} shares")
+        print(f"  {logit:+10.4f}  logit (difference {total - logit:+.1e})")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import uuid
@@ -32,6 +33,15 @@ def is_own_card(path: Path) -> bool:
 
 def _is_own(path: Path) -> bool:
     return is_own_card(path) if path.name == CARD else is_own_file(path.name)
+
+
+def refuse_unwritable(target: Path) -> None:
+    """Raises ValueError where no folder of that name could be made or written: before the work, not after it."""
+    place = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"{place} is a file; give the name of a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{target}: no permission to write into {place}; give another place")
 
 
 def refuse_occupied(target: Path, overwrite: bool) -> None:

@@ -1,7 +1,7 @@
 """The command line. Nothing heavy is imported before a command runs: `--help` must be quick.
 
 Tables go to stdout, progress to stderr; `--json` puts one JSON object on stdout instead. Exit codes: 0 done, 2 the
-input is wrong, 3 a numerical check failed.
+input is wrong (or the disk full), 3 a numerical check failed, 130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from tapernorm import _folder, failures
 from tapernorm import options as o
 from tapernorm.config import SIZES, RunConfig
-from tapernorm.output import INTERRUPTED, NUMERICAL
+from tapernorm.output import INTERRUPTED
 from tapernorm.output import console as _console
 from tapernorm.output import print_json as _print_json
 
@@ -29,7 +30,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-INPUT = 2
 EXPORTS = ("onnx", "pt2", "openvino", "executorch", "as-normed", "transformer-lens", "spec")
 
 
@@ -78,7 +78,8 @@ def inspect(
     model_type, sites = inspect_source(model)
     if as_json:
         return _print_json({"model_type": model_type, "sites": as_rows(sites)})
-    _console().print(table(model, sites))
+    screen = _console()
+    screen.print(table(model, sites, screen.width))
     removable = [site for site in sites if site.removable]
     print(f"{len(removable)} of {len(sites)} norms can go, {sum(s.role == 'final' for s in removable)} of them final")
     return None
@@ -358,15 +359,13 @@ def report(
     from tapernorm.report import write_report
 
     path = write_report(run)
-    if as_json:
-        return _print_json({"report": str(path)})
-    print(path)
-    return None
+    return _print_json({"report": str(path)}) if as_json else print(path)
 
 
 def _refuse_occupied(out: str, overwrite: bool) -> None:
     """Before the work, not after it."""
     path = Path(out)
+    _folder.refuse_unwritable(path)
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{path} is not empty; pass --overwrite to replace the model in it, or another --out")
 
@@ -376,24 +375,23 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        app()
-    except ValueError as error:
-        _fail(error, INPUT)
-    except RuntimeError as error:
-        from tapernorm.export.norms import ExportError
-        from tapernorm.fold import FoldError
-        from tapernorm.guard import GuardStop
-        from tapernorm.runlog import Diverged
-        from tapernorm.statistics import MassiveTokenError
-
-        if not isinstance(error, FoldError | ExportError | MassiveTokenError | Diverged | GuardStop):
+        try:
+            app()
+        finally:
+            failures.flush()
+    except SystemExit as end:
+        if end.code != INTERRUPTED:  # typer makes that of Ctrl-C, and says nothing
             raise
-        _fail(error, NUMERICAL)
-    except KeyboardInterrupt:
-        resumes = len(sys.argv) > 1 and sys.argv[1] in ("taper", "pretrain")
-        hint = "; the same command with --resume goes on from the last checkpoint" if resumes else ""
-        _fail(f"stopped{hint}", INTERRUPTED)
+        _fail(*failures.told(KeyboardInterrupt(), command))  # type: ignore[misc]
+    except BrokenPipeError:  # `| head`: who reads has had enough
+        sys.exit(1)
+    except (Exception, KeyboardInterrupt) as error:
+        told = failures.told(error, command)
+        if told is None:
+            raise
+        _fail(*told)
 
 
 def _fail(error: Any, code: int) -> None:

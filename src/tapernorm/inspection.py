@@ -12,6 +12,7 @@ from tapernorm import hub
 from tapernorm.modeling_tapernorm import starred
 from tapernorm.sites import NormSite, find_sites
 
+_NARROW = 72  # columns of a terminal
 FIELDS = ("name", "kind", "role", "removable", "reason", "consumers")
 
 
@@ -40,17 +41,25 @@ def as_rows(sites: Sequence[NormSite]) -> list[dict[str, Any]]:
     return [{field: getattr(site, field) for field in FIELDS} for site in sites]
 
 
-def table(source: str, sites: list[NormSite]) -> Table:
-    """One row for all norms that differ by a layer's number only."""
+def table(source: str, sites: list[NormSite], width: int = 120) -> Table:
+    """One row for all norms that differ by a layer's number only; on a narrow terminal, lines instead of columns."""
     groups = grouped(sites)
+    title = f"{source}: {len(sites)} norms"
+    narrow = width < _NARROW
     names = Column("norm", overflow="fold", min_width=min(30, max(len(name) for name, _ in groups)))
-    made = Table(names, "", "kind", "can go", "read by", title=f"{source}: {len(sites)} norms")
+    made = Table(names, "", "kind", "can go", "read by", title=title)
+    if narrow:
+        made = Table(Column(overflow="fold"), show_header=False, box=None, title=title, title_justify="left")
     for name, group in groups:
         first = group[0]
         readers = dict.fromkeys(reader.removesuffix(".weight").rpartition(".")[2] for reader in first.consumers)
         verdict = "yes" if first.removable else "no"
         told = _starred(first.reason) or ", ".join(readers)
-        made.add_row(name, f"×{len(group)}", f"{first.kind} {first.role}", verdict, told)
+        kind = f"{first.kind} {first.role}"
+        if narrow:
+            made.add_row(f"{name} ×{len(group)}\n  {kind}; can go: {verdict}\n  {told}")
+        else:
+            made.add_row(name, f"×{len(group)}", kind, verdict, told)
     return made
 
 

@@ -6,8 +6,8 @@ import json
 import sys
 from typing import Any
 
-NUMERICAL = 3  # the exit code of a numerical check that failed
-INTERRUPTED = 130  # of a command that the user stopped
+# Exit codes: the input is wrong, a numerical check failed, the user stopped it.
+INPUT, NUMERICAL, INTERRUPTED = 2, 3, 130
 
 
 def print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import tapernorm
+from tapernorm import _folder
 
 _UNFINISHED = ".run.json"  # what a kill may leave of a record that was being written
 
@@ -47,12 +48,13 @@ class Run(Generic[S]):
         """Check where the run is to go. Nothing is written before `begin`.
 
         Raises:
-            ValueError: the folder is not empty and neither overwrite nor resume was asked for; resume of something
-                that is no run, or of one with other settings.
+            ValueError: the folder cannot be written; it is not empty and neither overwrite nor resume was asked for;
+                resume of something that is no run, or of one with other settings.
         """
         folder = Path(config.out)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file; give --out the name of a folder")
+        _folder.refuse_unwritable(folder)
         occupied = folder.is_dir() and any(path.name != _UNFINISHED for path in folder.iterdir())
         if occupied and not overwrite and not resume:
             raise ValueError(

@@ -101,9 +101,9 @@ def remove_(
         keep: glob patterns of norms to leave alone, as in `TaperConfig`. The final norm stays always.
         refit: also fit the linear maps that write into the residual stream; False changes nothing but what reads
             a norm.
-        fit_tokens, check_tokens, block: how much text is fitted on and is held out (in that share, where there is
-            less), and in what pieces. The held-out text must be long: one token in ten thousand decides whether a
-            model is sound.
+        fit_tokens: how much text is fitted on; where there is less than both, in that share.
+        check_tokens: how much is held out. It must be long: one token in ten thousand decides whether a model is sound.
+        block: tokens in a sequence of either.
         tail: the 99.9th percentile of the loss may rise by this share.
         progress: called with what is being done and the share of it that is done.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from tapernorm import _folder
 from tapernorm.export.norms import Norms
 from tapernorm.layout import stock_config
 
@@ -47,11 +48,12 @@ def free_folder(out: str | os.PathLike[str], overwrite: bool) -> Path:
     """The target as a full path.
 
     Raises:
-        ValueError: it is a file, or a folder with something in it and `overwrite` is false.
+        ValueError: it is a file, cannot be written, or has something in it and `overwrite` is false.
     """
     target = Path(out).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; give the name of a folder")
+    _folder.refuse_unwritable(target)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ValueError(f"{target} is not empty; choose a new folder, or overwrite=True (--overwrite)")
     if target.is_dir() and any(target.glob("model*.safetensors")) and not (target / "export.json").exists():
