@@ -122,10 +122,19 @@ def test_what_is_watched():
     for row, size in ((1, 0.3), (2, 0.1), (3, 0.2)):
         ours[row, 5] *= 1 + size
     rows = [1, 3]
-    far = theirs[rows] + search.STRESS * (ours[rows] - theirs[rows])
+    far = theirs[rows] + 2.0 * (ours[rows] - theirs[rows])
     off = search.chain.through(1, search.check[rows], far) - right[rows]
     wanted = float((off.norm(dim=-1) / right[rows].norm(dim=-1)).max())
-    assert search._watch(1, theirs, ours, right)() == pytest.approx(wanted) and wanted > 0
+    assert search._watch(1, theirs, ours, right, 2.0)() == pytest.approx(wanted) and wanted > 0
+
+
+def test_only_a_fast_branch_is_asked_for_a_drift_twice_as_large(monkeypatch):
+    search, mlp = deep()
+    stresses = []
+    monkeypatch.setattr(search, "_watch", lambda *args: stresses.append(args[-1]) or (lambda: 0.0))
+    search.growth = {mlp[1]: 2.0}
+    search.remove({mlp[1], mlp[1].replace("post_attention", "input")})
+    assert stresses == [1.0, search.STRESS] and search.STRESS > 1
 
 
 def test_a_fast_branch_needs_its_norm_before_the_last_site_where_a_token_stands_out():
