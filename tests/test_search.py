@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from removing import IDS, model_of, search_on
+from tapernorm.search import likely_rise
 from tapernorm.statistics import robust_scale
 from tapernorm.verify import summarise, token_losses
 from zoo import BY_NAME, logits, randomise
@@ -31,7 +32,7 @@ def test_the_fits_lower_the_loss_of_a_removal():
         search.LIMIT = float("inf")
         if name == "diagonal":
             search._install = lambda norm, h, y, s=search: _diagonal(s, norm, h)
-        losses[name] = search.remove(set(search.norms)).loss
+        losses[name] = float(search.remove(set(search.norms)).mean())
     original = summarise(token_losses(logits(model_of(BY_NAME["llama"]), IDS[:4]), IDS[:4])).loss
     assert abs(losses["fitted"] - original) < abs(losses["diagonal"] - original)
 
@@ -165,6 +166,9 @@ def test_who_stands_out_is_measured_on_the_original():
         assert search.stands_out[name] == pytest.approx(float(r.max() / r.float().median()), rel=1e-3)
 
 
+ONES = torch.ones(3, 3, dtype=torch.float64)
+
+
 def pretended(monkeypatch, each, refused=()):
     """A search in which `remove` costs `each` nats a norm, and some are refused; and what it is asked for."""
     search = search_on(model_of(BY_NAME["llama"]))
@@ -178,7 +182,7 @@ def pretended(monkeypatch, each, refused=()):
         for name in wanted - search.refused:
             search.norms[name].set_gate(0.0)
         asked.append(wanted)
-        return summarise(torch.full((9,), 1.0 + each * len(search.gone())))
+        return torch.full((3, 3), 1.0 + each * len(search.gone()), dtype=torch.float64)
 
     monkeypatch.setattr(search, "remove", remove)
     return search, names, asked
@@ -187,14 +191,24 @@ def pretended(monkeypatch, each, refused=()):
 def test_what_was_refused_is_not_asked_for_again(monkeypatch):
     search, names, asked = pretended(monkeypatch, 0.001, refused=[0])
     costs = {name: 0.01 * (1 + number) for number, name in enumerate(names)}
-    losses = search.longest(costs, 1.0, 0.04, lambda losses: True)
+    losses = search.longest(costs, ONES, 0.04, lambda losses: True)
     assert asked == [set(names[:2]), set(names[1:])]
-    assert losses.loss == pytest.approx(1.003) and search.gone() == names[1:]
+    assert losses.mean() == pytest.approx(1.003) and search.gone() == names[1:]
 
 
 def test_trials_end_when_the_budget_is_used(monkeypatch):
     """Of four norms that cost as much each, three fit a budget of 3.5: the first guess is one too many."""
     search, names, asked = pretended(monkeypatch, 0.01)
-    losses = search.longest(dict.fromkeys(names, 0.008), 1.0, 0.035, lambda losses: losses.loss <= 1.035)
+    losses = search.longest(dict.fromkeys(names, 0.008), ONES, 0.035, lambda losses: losses.mean() <= 1.035)
     assert [len(wanted) for wanted in asked] == [4, 3]
-    assert losses.loss == pytest.approx(1.03) and len(search.gone()) == 3
+    assert losses.mean() == pytest.approx(1.03) and len(search.gone()) == 3
+
+
+def test_a_rise_is_likely_by_its_spread_over_sequences():
+    before = torch.zeros(4, 2, dtype=torch.float64)
+    after = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 1.0], [0.0, 4.0]], dtype=torch.float64)
+    assert likely_rise(after, before) == pytest.approx(1 + 2 * (2 / 3) ** 0.5 / 2)  # rises of 0, 1, 1 and 2
+    assert likely_rise(after + 1, before + 1) == likely_rise(after, before)
+    assert likely_rise(after[:1], before[:1]) == 0
+    after[2, 1] = torch.nan
+    assert likely_rise(after, before) == float("inf")

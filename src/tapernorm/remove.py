@@ -35,9 +35,9 @@ from tapernorm.fold import FoldReport, fold_
 from tapernorm.logits import batch_within
 from tapernorm.precision import fast_products
 from tapernorm.prefix import attach_prefix, find_prefix, prefix_of, room
-from tapernorm.search import Progress, Search
+from tapernorm.search import Progress, Search, likely_rise
 from tapernorm.sites import find_sites
-from tapernorm.verify import Losses, evaluate
+from tapernorm.verify import Losses, losses_of, summarise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,8 @@ def remove_(
         model: a transformers model with its norms.
         texts: texts like those that the model is for, or [N, T] token ids (which leave room for a prefix).
         tokenizer: needed for texts, and to look for a prefix.
-        budget: the loss on held-out text may rise by this share.
+        budget: the loss may rise by this share. Held-out text decides, and a rise that is likely on other text: its
+            mean and two standard errors.
         prefix: token ids of a constant prefix; () for none; None: one is looked for where tokens are massive.
         keep: glob patterns of norms to leave alone, as in `TaperConfig`. The final norm stays always.
         refit: also fit the linear maps that write into the residual stream; False changes nothing but what reads
@@ -127,13 +128,15 @@ def remove_(
     check, fit = ids[:-fitted], ids[-fitted:]
     with fast_products(model):  # as in the search, for the two are compared
         batch = batch_within(model, length)
-        before = evaluate(model, check, batch, progress=_told(progress, "loss as it is", len(check), batch))
+        base = losses_of(model, check, batch, progress=_told(progress, "loss as it is", len(check), batch))
     if prefix is None:
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
-    allowed, last = before.loss * (1 + budget), before.p999 * (1 + tail)
+    before = summarise(base)
+    allowed, last = before.loss * budget, before.p999 * (1 + tail)
 
-    def sound(losses: Losses) -> bool:
-        return losses.nonfinite == 0 and losses.loss <= allowed and losses.p999 <= last
+    def sound(losses: Tensor) -> bool:
+        found = summarise(losses)
+        return found.nonfinite == 0 and likely_rise(losses, base) <= allowed and found.p999 <= last
 
     with contextlib.ExitStack() as undo:
         if prefix and prefix != prefix_of(model):
@@ -141,20 +144,21 @@ def remove_(
         search = Search(model, chosen, fit, check, refit, progress)
         undo.callback(search.undo)
         costs = search.costs()
-        after = search.longest(costs, before.loss, budget, sound)
+        left = search.longest(costs, base, allowed, sound)
         folded, report = (), None
-        if after is not None:
+        if left is not None:
             folded = search.finish()
             report = fold_(model, example={"input_ids": check[:2].to(next(model.parameters()).device)})
             undo.pop_all()  # nothing is left that could go wrong, and something has gone
+    after = before if left is None else summarise(left)
     return Removal(
         folded=folded,
         kept=tuple(site.name for site in sites if site.name not in folded),
         costs=costs,
         loss_before=before.loss,
-        loss_after=(after or before).loss,
+        loss_after=after.loss,
         before=before,
-        after=after or before,
+        after=after,
         prefix=prefix_of(model),
         refitted=search.refitted,
         tried=tuple(search.tried),

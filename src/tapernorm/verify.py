@@ -66,15 +66,24 @@ def evaluate(model: nn.Module, blocks: Tensor, batch: int = 8, progress: Callabl
     Raises:
         ValueError: blocks are shorter than two tokens.
     """
+    return summarise(losses_of(model, blocks, batch, progress))
+
+
+def losses_of(model: nn.Module, blocks: Tensor, batch: int = 8, progress: Callable[[], None] | None = None) -> Tensor:
+    """The loss of every token but each block's first, in nats. blocks: [N, T] ids -> [N, T − 1]
+
+    Raises:
+        ValueError: as `evaluate`.
+    """
     if blocks.dim() != 2 or blocks.shape[1] < 2 or not len(blocks):
         raise ValueError(f"evaluation needs blocks of at least two tokens, and got the shape {tuple(blocks.shape)}")
-    return summarise(
-        torch.cat([token_losses(_logits(model, rows), rows) for rows in _batches(blocks, batch, progress)])
-    )
+    made = [token_losses(_logits(model, rows), rows) for rows in _batches(blocks, batch, progress)]
+    return torch.cat(made).view(len(blocks), -1)
 
 
 def summarise(losses: Tensor) -> Losses:
-    """Mean and tail of token losses. losses: [N], in nats"""
+    """Mean and tail of token losses in nats, of any shape."""
+    losses = losses.flatten()
     finite = losses[torch.isfinite(losses)].double()
     if not len(finite):
         nan = float("nan")
