@@ -22,12 +22,12 @@ from tapernorm.canvas import (
     depth_colour,
     legend_above,
     new_figure,
-    number,
     place_axes,
     place_grid,
     scale_y,
     shortened,
 )
+from tapernorm.page import number
 
 
 def series(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:
