@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tapernorm import _folder, failures
+from tapernorm import _folder, cli_runs, failures
 from tapernorm import options as o
 from tapernorm.config import SIZES, RunConfig
 from tapernorm.output import INTERRUPTED
@@ -351,15 +351,8 @@ def generate(
     write_text(model, prompt, max_new_tokens, temperature, top_p, seed, compile, as_json)
 
 
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: o.Json = False, config: o.Config = None
-) -> None:
-    """Write report.html of a run again, also of one that is not finished."""
-    from tapernorm.report import write_report
-
-    path = write_report(run)
-    return _print_json({"report": str(path)}) if as_json else print(path)
+app.command()(cli_runs.report)
+app.command()(cli_runs.watch)
 
 
 def _refuse_occupied(out: str, overwrite: bool) -> None:
@@ -395,5 +388,6 @@ def main() -> None:
 
 
 def _fail(error: Any, code: int) -> None:
-    print(f"tapernorm: {' '.join(str(error).split())}", file=sys.stderr)
+    if text := " ".join(str(error).split()):
+        print(f"tapernorm: {text}", file=sys.stderr)
     sys.exit(code)

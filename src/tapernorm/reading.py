@@ -118,3 +118,38 @@ def headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
     )
     title = next((g["title"] for g, rows in zip(groups, by_variant, strict=True) if rows is best), "")
     return {**best, "title": title}
+
+
+def outcome(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What came out, the same keys for every kind of run; {} and None for what is not there.
+
+    before, kept, after: the losses of the model as it came, after the same training with its norms, and without them;
+    against: "kept" or "before", what `after` is to be compared with, "" where there is nothing;
+    removed, total: norms; failed: sentences.
+    """
+    fold, verified = part(run, "fold"), part(run, "verify")
+    folded, stay = (list(fold.get(key) or ()) for key in ("folded", "kept"))
+    if run.get("kind") == "remove":
+        before, after = (part(part(part(run, when), "losses"), "validation") for when in ("before", "after"))
+        kept, failed = {}, [str(sentence) for sentence in run.get("failed") or ()]
+        total = run.get("sites_total")
+    else:
+        arm, baseline = arm_names(run, ())
+        losses = part(run, "losses")
+        before, kept = part(losses, "original"), part(losses, baseline)
+        after, failed, total = part(losses, arm), [], None
+        if verified.get("passed") is False:
+            failed.append("The verification after folding failed: do not use the norm-free model.")
+    has = {"kept": kept, "before": before}
+    return {
+        **has, "after": after, "against": next((key for key, found in has.items() if after and found), ""),
+        "removed": len(folded) if fold else None, "total": (total or len(folded) + len(stay)) if fold else None,
+        "failed": failed,
+    }  # fmt: skip
+
+
+def gap_so_far(base: Iterable[Mapping[str, Any]], tapered: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Validation loss above the baseline's, in percent, at the steps that both arms measured."""
+    one, two = ({row["step"]: number(row.get("eval_loss")) for row in rows} for rows in (base, tapered))
+    pairs = [(step, one.get(step), value) for step, value in two.items()]
+    return [(step, 100 * (value / was - 1)) for step, was, value in pairs if was and value is not None]
