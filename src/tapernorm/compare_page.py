@@ -181,9 +181,7 @@ def _cautions(records: Sequence[Mapping[str, Any]]) -> list[str]:
     elif differ(*(each.get("validation_tokens") for each in data)) or differ(*(each.get("block") for each in data)):
         said.append("The losses were measured on different amounts or lengths of text; compare the gaps.")
     if differ(*(record.get("device") for record in records)) or differ(*(record.get("threads") for record in records)):
-        said.append(
-            "The runs had different machines or numbers of threads; compare the ratios, not the tokens a second."
-        )
+        said.append("The runs had different machines or numbers of threads; compare the ratios, not the speeds.")
     return said
 
 
