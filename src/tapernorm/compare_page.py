@@ -86,11 +86,11 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def different(asked: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(name, a value for each run) of what is not the same everywhere; "–" where a run knows no such setting."""
+    """(name, a value for each run) of what differs among the runs that have such a setting; "–" for the others."""
     rows = []
     for name in dict.fromkeys(name for each in asked for name in each):
         values = [format_value(each[name]) if name in each else "–" for each in asked]
-        if len(set(values)) > 1:
+        if len({value for value, each in zip(values, asked, strict=True) if name in each}) > 1:
             rows.append((name, values))
     return rows
 

@@ -12,9 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tapernorm.canvas import (
-    ARM_COLOURS,
+    ACCENT,
+    FOURTH,
+    GREY,
     MUTED,
     PAGE,
+    THIRD,
     WIDE,
     Draw,
     Rows,
@@ -27,14 +30,15 @@ from tapernorm.canvas import (
 from tapernorm.figures import binned, series, step_axis
 
 Style = Mapping[str, Any]
+_COLOURS = (ACCENT, THIRD, FOURTH, GREY)
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 
 
 def styles(names: Sequence[str]) -> dict[str, Style]:
     """A colour for each run; where there are more runs than colours, dashes tell them apart."""
-    many = len(ARM_COLOURS)
+    many = len(_COLOURS)
     return {
-        name: {"color": ARM_COLOURS[i % many], "linestyle": _DASHES[i // many % len(_DASHES)]}
+        name: {"color": _COLOURS[i % many], "linestyle": _DASHES[i // many % len(_DASHES)]}
         for i, name in enumerate(names)
     }
 
@@ -78,7 +82,7 @@ def gaps(runs: Sequence[tuple[str, Sequence[tuple[float, float]]]], style: Mappi
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.3g}".replace("-", "−") if v else "0"))
 
     last = max(step for _, pairs in runs for step, _ in pairs)
-    return _panel([name for name, _ in runs], last, 150, "above norms kept, in percent", fill)
+    return _panel([name for name, _ in runs], last, 150, "validation loss above norms kept, in percent", fill)
 
 
 def _panel(names: Sequence[str], last: float, height: int, title: str, fill: Callable[[Axes], None]) -> Draw:
