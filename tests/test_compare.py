@@ -49,7 +49,7 @@ def test_the_numbers_of_every_kind_of_run(compared):
         "llama – 2.9041 2.9203 +0.56 % 12.27 +0.56 % 500 1.21 ×",
         "gpt2 3.4100 3.0200 3.0713 +1.70 % 12.90 +1.70 % 500 1.21 ×",
         "half done – – – – – –",
-        "removed 3.4100 – 3.4383 +0.83 % * 14.44 +0.83 % 500 1.21 ×",
+        "removed 3.4100 – 3.4383 +0.83 %* 14.44 +0.83 % 500 1.21 ×",
         "half done pretrain – internal – has not ended: step 210, gate 0.45",
         "removed remove gpt2 no training 16 of 25 done",
         "The runs read different texts",
@@ -77,7 +77,10 @@ def test_names_tell_runs_apart(tmp_path):
 
 
 def test_names_are_escaped(tmp_path):
-    runs = [llama_run(tmp_path / name, layers=1) for name in ("<b>$a$ & 模型#?", "b")]
+    rows = [{"step": step, "loss": 3.0 / step, "gate": 1.0} for step in (1, 2)]
+    evil = "<b>$a$ & 模型#?"
+    data = {"status": "done", "settings": {"<i>": evil}, "model": {"name": evil}}
+    runs = [write_run(tmp_path / name, data | {"threads": i}, {"internal": rows}) for i, name in enumerate((evil, "b"))]
     page = Page(compare_page.write_comparison(runs, tmp_path).read_text(encoding="utf-8"))
     assert "<b>$a$ & 模型#?" in page.text
     assert "%3Cb%3E%24a%24%20%26%20%E6%A8%A1%E5%9E%8B%23%3F/report.html" in {link for _, link in page.links}
