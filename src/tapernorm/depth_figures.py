@@ -25,10 +25,10 @@ from tapernorm.canvas import (
     Draw,
     legend_above,
     new_figure,
-    number,
     place_axes,
     tick_text,
 )
+from tapernorm.page import number
 
 _BANDS = ((0, 5, 0.14, "1 to 99 %"), (1, 4, 0.22, "5 to 95 %"), (2, 3, 0.34, "25 to 75 %"))  # indices of quantiles
 _FLOOR = 1e-4  # nats: less is drawn here, being less than what two texts differ by

@@ -17,7 +17,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CHECKS = ("FoldError", "ExportError", "MassiveTokenError", "Diverged", "GuardStop")
 _EXTRAS = {  # module -> the extra that brings it
     "executorch": "executorch", "gguf": "gguf", "lightning": "lightning", "onnx": "onnx", "onnxruntime": "onnx",
-    "onnxscript": "onnx", "openvino": "openvino", "peft": "peft", "transformer_lens": "lens", "trl": "trl",
+    "onnxscript": "onnx", "openvino": "openvino", "peft": "peft", "tensorboard": "tensorboard",
+    "transformer_lens": "lens", "trl": "trl",
 }  # fmt: skip
 _ADVICE = {
     errno.EACCES: "give another place, or change the permissions there",
@@ -29,12 +30,14 @@ _ADVICE = {
 
 
 def told(error: BaseException, command: str = "") -> tuple[str, int] | None:
-    """(one line, exit code), or None for what has to show its traceback.
+    """(one line, "" for silence; exit code), or None for what has to show its traceback.
 
     command: the subcommand; `taper` and `pretrain` can be resumed.
     """
     chain = list(_chain(error))
     if isinstance(error, KeyboardInterrupt):
+        if command == "watch":  # the way to end it: there is nothing to say
+            return "", INTERRUPTED
         hint = "; the same command with --resume goes on from the last checkpoint" if command in _RESUMABLE else ""
         return f"stopped{hint}", INTERRUPTED
     if any(_is_full(link) for link in chain):

@@ -22,12 +22,13 @@ from tapernorm.canvas import (
     depth_colour,
     legend_above,
     new_figure,
-    number,
     place_axes,
     place_grid,
     scale_y,
     shortened,
 )
+from tapernorm.page import number
+from tapernorm.reading import gap_so_far
 
 
 def series(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +49,7 @@ def by_site(rows: Rows, key: str, sites: Sequence[str]) -> tuple[np.ndarray, np.
 
 def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: str, baseline: str) -> Draw:
     """Training and validation loss of every arm, the gate on a second axis, and the gap between two arms."""
-    gap = _gap(logs.get(baseline, ()), logs.get(tapered, ()))
+    gap = np.array(gap_so_far(logs.get(baseline, ()), logs.get(tapered, ())), dtype=float).reshape(-1, 2).T
 
     def draw(width: int) -> Figure:
         height = 330 if gap[0].size < 2 else 470
@@ -69,7 +70,7 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
         gate_ax.set_title("gate (dotted)", loc="right", color=MUTED)
         everything = []
         for arm, rows in logs.items():
-            x, y, low, high = _binned(*series(rows, "loss"))
+            x, y, low, high = binned(*series(rows, "loss"))
             ax.fill_between(x, low, high, color=colours[arm], alpha=0.18, linewidth=0)
             # two arms that agree lie on each other: the tapered one is drawn thin upon a broad line
             ax.plot(x, y, color=colours[arm], label=shortened(arm), linewidth=1.3 if arm == tapered else 2.6)
@@ -77,7 +78,7 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
             ax.plot(ex, ey, "o", color=colours[arm], markersize=6, markeredgecolor=PAGE, clip_on=False)
             everything += [low, high, ey]
         scale_y(ax, np.concatenate(everything))
-        _steps(ax, steps, label=gap[0].size < 2)
+        step_axis(ax, steps, label=gap[0].size < 2)
         ax.set_title("loss, nats per token")
         legend_above(fig, ax, width)
         if gap[0].size >= 2:
@@ -87,7 +88,7 @@ def loss_curves(logs: Mapping[str, Rows], colours: Mapping[str, str], tapered: s
             low_ax.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
             low_ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.3g}" if v else "0"))
             low_ax.set_title(f"validation loss above “{shortened(baseline)}”, in percent")
-            _steps(low_ax, steps)
+            step_axis(low_ax, steps)
         return fig
 
     return draw
@@ -105,7 +106,7 @@ def site_lines(rows: Rows, sites: Sequence[str]) -> Draw:
                 marker = "o" if steps.size == 1 else None
                 ax.plot(steps, line, color=depth_colour(i, len(sites)), linewidth=1.3, marker=marker, markersize=4)
             scale_y(ax, table, log=True)
-            _steps(ax, _last_step({"": rows}))
+            step_axis(ax, _last_step({"": rows}))
             ax.set_title(title if steps.size else f"{title}: not measured")
         _depth_key(fig, len(sites))
         return fig
@@ -134,7 +135,7 @@ def site_drift(rows: Rows, sites: Sequence[str]) -> Draw:
         ax.grid(False)
         ax.set_title("norm, numbered in order of execution")
         ax.set_xlim(0, _last_step({"": rows}))
-        _steps(ax, _last_step({"": rows}))
+        step_axis(ax, _last_step({"": rows}))
         _drift_key(fig, top)
         return fig
 
@@ -164,7 +165,7 @@ def logit_panels(logs: Mapping[str, Rows], colours: Mapping[str, str]) -> Draw:
             if values.min() < 0 < values.max():
                 ax.axhline(0, color=MUTED, linewidth=1)
             scale_y(ax, values)
-            _steps(ax, _last_step(logs))
+            step_axis(ax, _last_step(logs))
             ax.set_title(title)
         legend_above(fig, boxes[0], width)
         return fig
@@ -248,7 +249,8 @@ def _drift_key(fig: Figure, top: float) -> None:
     ax.annotate("1", (0.5, 0.5), ha="center", va="center", color=MUTED, fontsize=11)
 
 
-def _steps(ax: Axes, last: float, label: bool = True) -> None:
+def step_axis(ax: Axes, last: float, label: bool = True) -> None:
+    """Optimizer steps from 0 to the last one."""
     ax.set_xlim(0, max(last, 1))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -256,20 +258,13 @@ def _steps(ax: Axes, last: float, label: bool = True) -> None:
         ax.set_xlabel("optimizer step", loc="right")
 
 
-def _binned(x: np.ndarray, y: np.ndarray, bins: int = 240) -> tuple[np.ndarray, ...]:
+def binned(x: np.ndarray, y: np.ndarray, bins: int = 240) -> tuple[np.ndarray, ...]:
     """Mean, smallest and largest of at most `bins` neighbouring groups: a spike stays visible in the band."""
     if x.size <= bins:
         return x, y, y, y
     parts = np.array_split(np.arange(x.size), bins)
     reduce = [[f(a[p]) for p in parts] for a, f in ((x, np.mean), (y, np.mean), (y, np.min), (y, np.max))]
     return tuple(np.array(part) for part in reduce)
-
-
-def _gap(base: Rows, tapered: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Validation loss above the baseline's, in percent, at the steps that both arms measured."""
-    one, two = (dict(zip(*series(rows, "eval_loss"), strict=True)) for rows in (base, tapered))
-    steps = [step for step in two if one.get(step)]
-    return np.array(steps), np.array([100 * (two[step] / one[step] - 1) for step in steps])
 
 
 def _last_step(logs: Mapping[str, Rows]) -> float:

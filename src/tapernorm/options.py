@@ -77,6 +77,9 @@ Baseline = Annotated[bool, typer.Option(help="Also train the model with its norm
 EvalTokens = Annotated[int, typer.Option(help="Tokens of validation text to measure on.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data order.")]
 Bf16 = Annotated[bool, typer.Option("--bf16", help="bfloat16 autocast.")]
+Tensorboard = Annotated[
+    bool, typer.Option("--tensorboard", help="Also write the log as TensorBoard events, into RUN/tensorboard.")
+]
 Prefix = Annotated[str, typer.Option(help="Constant prefix: auto, none, or token ids such as 0,504.")]
 Massive = Annotated[bool, typer.Option("--allow-massive", help="Go on although tokens of massive scale were seen.")]
 Text = Annotated[

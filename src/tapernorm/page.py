@@ -16,10 +16,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from tapernorm.canvas import number
-
 MISSING = "not measured"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: Any) -> float | None:
+    """`value` as a finite float, or None for anything that is not one (None, NaN, infinity, text)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def render(template: str, view: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ import transformers
 import tapernorm
 from tapernorm import _folder
 
+_MAY_DIFFER = ("out", "tensorboard")  # when a run is resumed: where it is now, and what it is written to
 _UNFINISHED = ".run.json"  # what a kill may leave of a record that was being written
 
 
@@ -70,7 +71,7 @@ class Run(Generic[S]):
                 ) from None
         if resume and record:
             theirs, ours = record.get("settings", {}), config.to_dict()
-            other = [k for k in ours if k != "out" and theirs.get(k) != ours[k]]
+            other = [k for k in ours if k not in _MAY_DIFFER and theirs.get(k) != ours[k]]
             if other:
                 was = ", ".join(f"{k}={theirs.get(k)!r} (now {ours[k]!r})" for k in other)
                 raise ValueError(f"{folder} was started with other settings: {was}; resume it with the same ones")

@@ -12,8 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from tapernorm import canvas, depth_figures
-from tapernorm.canvas import number
-from tapernorm.page import format_count, format_error, format_gap, format_loss, format_ratio, format_speed, part, render
+from tapernorm.page import (
+    format_count,
+    format_error,
+    format_gap,
+    format_loss,
+    format_ratio,
+    format_speed,
+    number,
+    part,
+    render,
+)
 
 FP16_LARGEST = 65_504.0
 _SHORT = 60_000  # tokens: with fewer, the 99.9th percentile is a guess
@@ -22,7 +31,8 @@ _LABELS = {"validation": "validation text", "other": "unrelated text"}
 
 def render_removal(run: Path, record: Mapping[str, Any]) -> str:
     """The page about `record`, the content of run.json; what is not in it is said to be not measured."""
-    from tapernorm.report import bench_groups, fold_rows
+    from tapernorm.reading import bench_groups
+    from tapernorm.report import fold_rows
 
     removal, fold = part(record, "removal"), part(record, "fold")
     costs = part(removal, "costs")

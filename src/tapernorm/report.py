@@ -6,8 +6,6 @@ page loads nothing (its content security policy forbids it) and runs no script.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tapernorm import canvas, figures
-from tapernorm.canvas import number
 from tapernorm.page import (
     finite,
     format_error,
@@ -25,11 +22,11 @@ from tapernorm.page import (
     format_loss,
     format_ratio,
     format_speed,
+    number,
     part,
     render,
 )
-
-_VARIANT_ORDER = ("stock", "functional", "unfused", "folded", "folded-fused")
+from tapernorm.reading import arm_names, bench_groups, headline_speed, losses_of, read_run
 
 
 def write_report(run: Path) -> Path:
@@ -41,7 +38,7 @@ def write_report(run: Path) -> Path:
         ValueError: `run` is not a folder, holds neither `run.json` nor a log, or its `run.json` is not JSON.
     """
     run = Path(run)
-    data, logs, notes = _read(run)
+    data, logs, notes = read_run(run)
     if data.get("kind") == "remove":
         from tapernorm.removal_report import render_removal
 
@@ -67,7 +64,7 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
     def add(what: str, value: str, note: str = "") -> None:
         table.add_row(Text(what), Text(f"{value:>7}  {note}".rstrip()))
 
-    loss = _losses(run)
+    loss = losses_of(run)
     for key, label in (("original", "loss, original"), ("baseline", "loss, norms kept")):
         if loss[key] is not None:
             add(label, format_loss(loss[key]))
@@ -77,7 +74,7 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
     note = f"relative {format_error(fold.get('relative_error'), plain=True)}" if fold.get("relative_error") else ""
     note += f", bound {format_error(bound, plain=True)}" if note and bound is not None else ""
     add("largest logit error", format_error(fold.get("max_abs_logit_error"), plain=True), note)
-    speed = _headline_speed(run)
+    speed = headline_speed(run)
     for variant, label in (("stock", "before"), ("unfused", "unfused"), ("folded", "folded")):
         row = speed.get(variant, {})
         add(f"tokens/s, {label}", format_speed(row.get("value")), format_ratio(row.get("ratio"), ""))
@@ -88,110 +85,6 @@ def summary_table(run: Mapping[str, Any], report: Path | str | None = None) -> T
         if value:
             table.add_row(Text(label), Text(str(value)))
     return table
-
-
-def _read(run: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], list[str]]:
-    """run.json, the log of every arm, and notes about what could not be read."""
-    if not run.is_dir():
-        raise ValueError(f"{run} is not a folder; give the folder that --out of taper or pretrain named")
-    data: dict[str, Any] = {}
-    path = run / "run.json"
-    if path.is_file():
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{path} must hold a JSON object, not a {type(data).__name__}")
-    notes: list[str] = []
-    found = {log.parent.name: _read_log(log, notes) for log in sorted(run.glob("*/log.jsonl"))}
-    if not data and not any(found.values()):
-        raise ValueError(f"{run} is not a run folder: it holds neither run.json nor <arm>/log.jsonl")
-    tapered, baseline = _arm_names(data, found)
-    order = [baseline, tapered, *found]
-    logs = {arm: found[arm] for arm in dict.fromkeys(order) if found.get(arm)}
-    return data, logs, notes
-
-
-def _read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Rows by step. A resumed run writes some steps again: the last row of a step counts."""
-    rows: dict[float, dict[str, Any]] = {}
-    bad = 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            rows[number(row["step"])] = row  # type: ignore[index]
-        except (ValueError, KeyError, TypeError):
-            bad += bool(line.strip())  # a run that was killed leaves half a line
-    rows.pop(None, None)  # type: ignore[call-overload]
-    infinite = sum(isinstance(r.get("loss"), float) and not math.isfinite(r["loss"]) for r in rows.values())
-    if bad:
-        notes.append(f"{path.parent.name}: {bad} unreadable line(s) of log.jsonl left out")
-    if infinite:
-        notes.append(f"{path.parent.name}: the training loss was not finite in {infinite} row(s); not drawn")
-    return [rows[step] for step in sorted(rows)]
-
-
-def _arm_names(run: Mapping[str, Any], logs: Iterable[str]) -> tuple[str, str]:
-    """The names of the tapered arm and of its baseline; guessed from the logs when run.json does not say."""
-    known = [*logs, *part(run, "losses")]
-    arm = run.get("arm") or next((name for name in ("internal", "all") if name in known), "internal")
-    base = run.get("baseline_arm") or next((n for n in ("rms", "normed", "layer") if n in known), "baseline")
-    return str(arm), str(base)
-
-
-def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
-    tapered, baseline = _arm_names(run, ())
-    losses = part(run, "losses")
-    names = {"original": "original", "baseline": baseline, "tapered": tapered}
-    return {key: part(losses, name).get("loss") for key, name in names.items()}
-
-
-def bench_groups(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Benchmark rows that may be compared: same model, mode, batch, cache, compile mode and dtype."""
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    rows = part(run, "bench").get("rows")
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    models = {row.get("model") for row in rows}
-    for row in rows:
-        value = number(row.get("tokens_per_second"))
-        if value is None:
-            continue
-        words = [str(row["mode"])] if row.get("mode") else []
-        words += [f"batch {row['batch']}"] if row.get("batch") is not None else []
-        words += [f"{row['cache']} cache" if row["cache"] != "none" else "no cache"] if row.get("cache") else []
-        words += [f"T {row['prompt']}"] if row.get("prompt") and row.get("mode") not in (None, "decode") else []
-        words += ["compiled" if row["compiled"] else "eager"] if row.get("compiled") is not None else []
-        words += ["CUDA graphs"] if row.get("compile_mode") == "reduce-overhead" else []
-        words += [str(row["dtype"])] if row.get("dtype") else []
-        words += [str(row.get("model"))] if len(models) > 1 else []
-        variant = str(row.get("variant", "unnamed"))
-        shown = {**row, "variant": variant, "value": value, "ratio": number(row.get("ratio"))}
-        groups.setdefault(", ".join(words), {})[variant] = {**shown, "shown": format_speed(value)}
-    for group in groups.values():
-        stock = group.get("stock", {}).get("value")
-        for row in group.values():
-            if row["ratio"] is None and stock:
-                row["ratio"] = row["value"] / stock
-    rank = {name: i for i, name in enumerate(_VARIANT_ORDER)}
-    return [
-        {"title": title, "rows": sorted(group.values(), key=lambda row: rank.get(row["variant"], 9))}
-        for title, group in groups.items()
-    ]
-
-
-def _headline_speed(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of one benchmark setting, by variant: decoding, where that was measured."""
-    groups = bench_groups(run)
-    by_variant = [{row["variant"]: row for row in group["rows"]} for group in groups]
-    wanted = {"stock", "folded"}
-    best = max(
-        by_variant,
-        key=lambda g: (wanted <= set(g), any(r.get("mode") == "decode" for r in g.values())),
-        default={},
-    )
-    title = next((g["title"] for g, rows in zip(groups, by_variant, strict=True) if rows is best), "")
-    return {**best, "title": title}
 
 
 def fold_rows(run: Mapping[str, Any], sites: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -218,7 +111,7 @@ def fold_rows(run: Mapping[str, Any], sites: Iterable[str] = ()) -> list[dict[st
 
 def _view(run: Path, data: dict[str, Any], logs: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """All that the template shows."""
-    tapered, baseline = _arm_names(data, logs)
+    tapered, baseline = arm_names(data, logs)
     rows = logs.get(tapered, [])
     sites = list(dict.fromkeys(site for row in rows for key in ("scale", "c") for site in row.get(key) or ()))
     losses = {str(arm): value for arm, value in part(data, "losses").items() if isinstance(value, dict)}
@@ -265,7 +158,7 @@ def _draw_all(
 
 def _verdict(run: Mapping[str, Any], rows: list[dict[str, Any]], view: dict[str, Any]) -> dict[str, Any]:
     """The run in sentences, and whether anything failed."""
-    fold, means, fast = view["fold"], _losses(run), _headline_speed(run)
+    fold, means, fast = view["fold"], losses_of(run), headline_speed(run)
     model = part(run, "model").get("name") or "the model"
     folded, kept = list(fold.get("folded") or ()), list(fold.get("kept") or ())
     said, failed = [], []

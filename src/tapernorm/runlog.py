@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from tapernorm.board import Board
 from tapernorm.controller import TaperController
 from tapernorm.losses import diagnose
 from tapernorm.sites import NormSite
@@ -27,7 +28,10 @@ class Diverged(RuntimeError):
 
 
 class RunLog(TrainerCallback):
-    """Writes log.jsonl: a row every `every` steps, with the diagnostics, and the validation loss on every fifth."""
+    """Writes log.jsonl: a row every `every` steps, with the diagnostics, and the validation loss on every fifth.
+
+    With `events`, a folder, the same rows go there for TensorBoard.
+    """
 
     def __init__(
         self,
@@ -37,11 +41,14 @@ class RunLog(TrainerCallback):
         controller: TaperController | None,
         every: int,
         advance: Callable[..., None],
+        events: Path | None = None,
     ) -> None:
         self.path = folder / "log.jsonl"
         self.controller = controller
         self.every = every
         self.advance = advance
+        self.events = events
+        self.board: Board | None = None
         quick = max(1, _QUICK // validation.shape[1])
         self.quick = validation[:quick]
         self.watched = validation[:1, :_WATCHED]
@@ -59,6 +66,8 @@ class RunLog(TrainerCallback):
         # the guard's events that are in the log already
         self.told = max((e["step"] for e in (self.controller.events if self.controller is not None else ())), default=0)
         self.advance(state.global_step)
+        if self.events is not None and state.is_world_process_zero:
+            self.board = Board(self.events, first_step=state.global_step + 1)
         self.tokens_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.tokens_a_step *= kwargs["train_dataloader"].dataset[0]["input_ids"].numel()
         self.clock = time.perf_counter()
@@ -94,6 +103,8 @@ class RunLog(TrainerCallback):
             row["events"], self.told = new, max(event["step"] for event in new)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        if self.board is not None:
+            self.board.write(row)
         # A guard has its own way with that: it holds the gate, and keeps the step from the weights.
         if not math.isfinite(row["loss"]) and (self.controller is None or self.controller.guard is None):
             raise Diverged(
@@ -102,6 +113,10 @@ class RunLog(TrainerCallback):
                 "(taper_steps), or a lower learning rate"
             )
         self.tokens, self.clock = 0, time.perf_counter()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.board is not None:
+            self.board.close()
 
 
 def _step_of(row: str) -> float:

@@ -4,6 +4,7 @@ RUN/run.json          what was asked for, on what, and everything that was measu
 RUN/<arm>/            one folder for each trained arm: log.jsonl, checkpoints, and `final`
 RUN/model/            the norm-free model
 RUN/report.html       for people
+RUN/tensorboard/<arm> the rows of log.jsonl as events, where that was asked for
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tapernorm import bench, card, hub
+from tapernorm import bench, board, card, hub
 from tapernorm.config import RunConfig
 from tapernorm.convert import taper_
 from tapernorm.fold import fold_
@@ -42,10 +43,13 @@ def execute(config: RunConfig, overwrite: bool = False, resume: bool = False) ->
         ValueError: bad input; nothing was written then.
         FoldError: the trained model cannot be folded; what was trained is in the run's folder.
         MassiveTokenError: see `TaperController.step`.
+        ImportError: `tensorboard` was asked for, and its package is not there; nothing was written then.
         GuardStop: the run did not recover (the last sound model is in `RUN/<arm>/sound`), or the guard slowed the
             taper so far that its end was not reached.
     """
     run = Run.open(config, overwrite, resume)
+    if config.tensorboard:
+        board.require()
     if resume and run.record.get("status") == "done":
         return run.record
     material = prepare(config)
@@ -131,7 +135,8 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
     with bar(name, config.steps) as advance:
-        trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance))
+        events = run.folder / "tensorboard" / name if config.tensorboard else None
+        trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance, events))
         checkpoint = last_checkpoint(folder)
         started = time.perf_counter()
         try:
