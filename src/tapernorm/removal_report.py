@@ -147,8 +147,8 @@ def warnings(record: Mapping[str, Any]) -> list[str]:
                      "more than the mean.")  # fmt: skip
     if part(record, "data").get("self_generated"):
         found.append(
-            "The text, or a part of it, was written by the model itself: the losses are those of what the model expects, "
-            "and on text by people they may be others."
+            "The text, or a part of it, was written by the model itself: the losses are those of what the model "
+            "expects, and on text by people they may be others."
         )
     tokens = number(after.get("tokens"))
     if tokens and tokens < _SHORT:

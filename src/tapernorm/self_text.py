@@ -82,7 +82,7 @@ def _sample(model: Any, starts: Tensor, length: int, end: int | None, advance: A
         return decode(
             model,
             starts.to(model.device),
-            callback=lambda token: advance(int((token != end).sum())),
+            callback=lambda token: advance(len(token) if end is None else int((token != end).sum())),
             compile=False,
             attention_mask=torch.ones_like(starts).to(model.device),
         ).sequences.cpu()
