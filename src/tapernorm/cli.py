@@ -100,6 +100,7 @@ def remove(
     split: o.Split = None,
     self_generate: o.SelfGenerate = None,
     other_data: Annotated[str | None, typer.Option(help="Unrelated text to measure on as well.")] = None,
+    minutes: o.Minutes = None,
     csv: Annotated[Path | None, typer.Option(help="Append one row about the removal to this CSV file.")] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Measure losses with bfloat16 products, quicker.")] = False,
     overwrite: o.Overwrite = False,

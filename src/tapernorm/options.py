@@ -54,6 +54,7 @@ Sources = Annotated[list[str] | None, typer.Option("--data", help=_TEXTS)]
 SelfGenerate = Annotated[
     int | None, typer.Option(help="Tokens of text that the model writes itself, beside --data or in place of it.")
 ]
+Minutes = Annotated[float | None, typer.Option(help="Then train the rest away, for so long, into OUT/trained.")]
 RunFolder = Annotated[str | None, typer.Option("--out", help="Folder for the run. Default: runs/<model>-removed.")]
 Vocabulary = Annotated[int | None, typer.Option(help="Size of the BPE trained on the data. Default: by size.")]
 Out = Annotated[str, typer.Option("--out", help="Folder for the run; must be new or empty.")]

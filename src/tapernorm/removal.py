@@ -223,6 +223,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
         "bench": record["bench"],
         "failed": record["failed"],
         "seconds": removal["seconds"],
+        **({"trained": record["trained"]} if "trained" in record else {}),
         "model": record["norm_free_model"],
         "report": record["report"],
     }

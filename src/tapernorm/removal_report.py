@@ -63,7 +63,28 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
     if prefix := removal.get("prefix"):
         said.append(f"A constant prefix of {len(prefix)} tokens, {prefix}, takes the place of massive tokens.")
     said += _speed(record) if folded else []
-    return [*said, *_help(record)]
+    trained = _trained(record)
+    return [*said, *(trained or _help(record))]
+
+
+def _trained(record: Mapping[str, Any]) -> list[str]:
+    """What training did about the norms that were left, in sentences; nothing where none was asked for."""
+    trained = part(record, "trained")
+    if not trained or trained.get("stopped"):
+        return [str(trained["stopped"])] if trained else []
+    gone, loss = len(trained.get("folded") or ()), part(trained, "losses").get("loss")
+    before = _losses(record, "before", "validation").get("loss")
+    said = [
+        f"Then {_count(gone, 'norm')} more were trained away in {trained.get('steps')} steps: the loss of the model in "
+        f"{trained.get('model')} is {format_loss(loss)} ({format_gap(loss, before, 'not finite')})."
+    ]
+    one, two = number(loss), number(before)
+    budget = number(part(record, "settings").get("budget"))
+    if one and two and budget and one > (1 + budget) * two:
+        said.append("That is beyond the budget: more --minutes, or more text, would bring it down.")
+    if trained.get("verified") is False:
+        said.append("The model that was written is not the model that was trained: do not use it.")
+    return said
 
 
 def _speed(record: Mapping[str, Any]) -> list[str]:
