@@ -19,6 +19,7 @@ from tapernorm.config import RunConfig
 from tapernorm.fold import FoldError
 from tapernorm.guard import GuardStop
 from tapernorm.material import device
+from tapernorm.page import plain
 from tapernorm.record import Run
 from tapernorm.report import write_report
 from tapernorm.statistics import MassiveTokenError
@@ -51,7 +52,7 @@ def train_the_rest(record: dict[str, Any], minutes: float) -> dict[str, Any]:
     except (ValueError, GuardStop, FoldError, MassiveTokenError) as error:
         told["stopped"] = f"The training did not come to its end: {error}"
     run = Run(_Settings(record["settings"]), record)
-    run.update(trained=told)
+    run.update(trained=plain(told))
     write_report(folder)
     return run.record
 
@@ -93,7 +94,9 @@ def _config(record: dict[str, Any], minutes: float, order: dict[str, float], tol
         return None
     named = settings["data"] or ()
     data = [named] if isinstance(named, str) else [*named]
-    data += [str(out / "text")] if record["data"].get("self_generated") else []
+    # Column and split are of the texts that were named; what the model wrote has its own.
+    usual = not named or (settings["text_column"] == "text" and settings["split"] is None)
+    data += [str(out / "text")] if usual and record["data"].get("self_generated") else []
     return RunConfig(
         kind="taper",
         model=record["norm_free_model"],
@@ -108,7 +111,7 @@ def _config(record: dict[str, Any], minutes: float, order: dict[str, float], tol
         stagger=0.5 if len(order) > 1 else 0.0,
         order=order,
         text_column=settings["text_column"] if named else "text",
-        split=settings["split"],
+        split=settings["split"] if named else None,
         eval_tokens=settings["eval_tokens"],
     )
 
