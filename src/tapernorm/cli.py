@@ -88,8 +88,8 @@ def inspect(
 @app.command()
 def remove(
     model: o.Model,
-    data: o.Data,
-    out: o.Out,
+    data: o.Sources = None,
+    out: o.RunFolder = None,
     budget: Annotated[str, typer.Option(help="How far the loss may rise: 1% or 0.01.")] = "1%",
     prefix: o.Prefix = "auto",
     keep: o.Keep = None,
@@ -98,7 +98,9 @@ def remove(
     eval_tokens: o.EvalTokens = 65_536,
     text_column: o.Column = "text",
     split: o.Split = None,
+    self_generate: o.SelfGenerate = None,
     other_data: Annotated[str | None, typer.Option(help="Unrelated text to measure on as well.")] = None,
+    minutes: o.Minutes = None,
     csv: Annotated[Path | None, typer.Option(help="Append one row about the removal to this CSV file.")] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Measure losses with bfloat16 products, quicker.")] = False,
     overwrite: o.Overwrite = False,
@@ -106,6 +108,8 @@ def remove(
     config: o.Config = None,
 ) -> None:
     """Take out, without training, as many norms as a loss budget allows; verify, measure, and write a report.
+
+    Without --data the model writes some text itself, which takes minutes; text like what it is for is better.
 
     Exit code 3 when the loss on validation text came out above the budget by more than a quarter of it, or a token's
     loss is not finite any more; the model is written all the same.
@@ -121,8 +125,8 @@ def remove(
 @app.command()
 def taper(
     model: o.Model,
-    data: o.Data,
     out: o.Out,
+    data: o.Sources = None,
     arm: Annotated[str, typer.Option(help="internal: the final norm stays; all: it goes too.")] = "internal",
     steps: o.Steps = 1000,
     batch: o.Batch = 8,
@@ -146,6 +150,7 @@ def taper(
     baseline: o.Baseline = True,
     text_column: o.Column = "text",
     split: o.Split = None,
+    self_generate: o.SelfGenerate = None,
     eval_tokens: o.EvalTokens = 65_536,
     seed: o.Seed = 0,
     bf16: o.Bf16 = False,
@@ -164,7 +169,7 @@ def taper(
 
 @app.command()
 def pretrain(
-    data: o.Data,
+    data: o.Texts,
     out: o.Out,
     size: Annotated[str, typer.Option(help=f"Llama of a size: {', '.join(SIZES)}.")] = "1m",
     arm: Annotated[str, typer.Option(help="internal, all, or rms: with its norms alone.")] = "internal",
@@ -188,9 +193,7 @@ def pretrain(
     baseline: o.Baseline = True,
     text_column: o.Column = "text",
     split: o.Split = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="Size of the BPE trained on the data. Default: by size.")
-    ] = None,
+    vocab_size: o.Vocabulary = None,
     eval_tokens: o.EvalTokens = 65_536,
     seed: o.Seed = 0,
     bf16: o.Bf16 = False,
@@ -223,9 +226,7 @@ def _run(options: dict[str, Any], kind: str) -> None:
 def fold(
     model: o.Model,
     out: o.Out,
-    stream: Annotated[
-        bool | None, typer.Option(help="From disk to disk, not in memory. Default: where the weights are in shards.")
-    ] = None,
+    stream: o.Stream = None,
     compare: Annotated[bool, typer.Option("--compare", help="After a stream, load both models and compare.")] = False,
     fuse: Annotated[bool, typer.Option("--fuse", help="One product of q, k and v, and one of gate and up.")] = False,
     overwrite: o.Overwrite = False,

@@ -36,16 +36,24 @@ def inspect_text(
 def remove_norms(options: dict[str, Any]) -> None:
     """`remove`, from the options of the command line."""
     from tapernorm import removal
-    from tapernorm.removal_report import removal_table
+    from tapernorm.removal_report import removal_table, verdict
 
-    overwrite, as_json = options.pop("overwrite"), options.pop("as_json")
+    overwrite, as_json, minutes = (options.pop(name) for name in ("overwrite", "as_json", "minutes"))
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise ValueError(f"--minutes {minutes:g} must be above 0")
+    options["out"] = options["out"] or removal.default_out(options["model"], overwrite)
     options |= {"keep": tuple(options["keep"] or ()), "csv": options["csv"] and str(options["csv"])}
     record = removal.execute(removal.RemovalConfig(**options), overwrite=overwrite)
+    if minutes is not None and not record["failed"]:
+        from tapernorm.go_on import train_the_rest
+
+        record = train_the_rest(record, minutes)
     if as_json:
         print_json(removal.summary(record))
     else:
         console().print(removal_table(record))
-        print(f"\ngenerate text:\n  {record['generate_command']}")
+        print(f"\ngenerate text:\n  {record['generate_command']}\n")
+        console().print(" ".join(verdict(record)), markup=False, highlight=False)
     for sentence in record["failed"]:
         print(f"tapernorm: {sentence}", file=sys.stderr)
     if record["failed"]:

@@ -12,6 +12,7 @@ Arm = Literal["internal", "all"]
 Calibration = Literal["robust", "lstsq", "log"]
 
 MASSIVE_RATIO = 20.0  # times a site's median: no fixed scale serves such a token beside the others
+SELF_TOKENS = 32_768  # that a model writes where no text is named: some minutes for 135 million parameters on two cores
 ORDERS = ("depth", "reverse", "difficulty")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "arm": ("internal", "all"),
@@ -202,6 +203,26 @@ class TaperConfig:
         return cls(**values)
 
 
+def read_sources(data: Any, self_generate: Any, may_write: bool = True) -> str | tuple[str, ...] | None:
+    """`data` of a config: None, one source, or several.
+
+    Raises:
+        ValueError: no source, or one twice; a number of tokens that is none.
+    """
+    named = (data,) if isinstance(data, str) else tuple(data or ())
+    if not all(isinstance(source, str) for source in named):
+        raise ValueError(f"data={data!r} must be the name of a text, or several")
+    twice = next((source for source in named if named.count(source) > 1), None)
+    if twice is not None:
+        raise ValueError(f"--data {twice} is given twice; once is enough")
+    if self_generate is not None and (isinstance(self_generate, bool) or not isinstance(self_generate, int)):
+        raise ValueError(f"self_generate={self_generate!r} must be a whole number of tokens")
+    if not named and self_generate is None:
+        hint = ", or --self-generate N to let the model write N tokens" if may_write else ""
+        raise ValueError(f"there is no text: pass --data FILE{hint}")
+    return named[0] if len(named) == 1 else named or None
+
+
 def read_prefix(value: str) -> tuple[int, ...] | None:
     """None for "auto", () for "none", else the token ids.
 
@@ -235,7 +256,8 @@ class RunConfig:
         kind: `"taper"` trains the norms out of a given model, `"pretrain"` starts from random weights.
         model: for taper, a folder, a hub id or a file that `tapernorm.from_pretrained` reads.
         size: for pretrain, one of `SIZES`.
-        data: what `tapernorm.data.load_text` reads.
+        data: what `tapernorm.data.load_text` reads, or several such, whose documents are mixed.
+        self_generate: for taper, so many tokens that the model writes itself, beside `data` or in place of it.
         arm: `"internal"`, `"all"`, or `"baseline"` for the model with its norms alone.
         baseline: also train the model with its norms, on the same batches, to compare with.
         steps: optimizer steps of each arm.
@@ -256,7 +278,7 @@ class RunConfig:
     """
 
     kind: Literal["taper", "pretrain"]
-    data: str
+    data: str | tuple[str, ...] | None
     out: str
     model: str | None = None
     size: str = "1m"
@@ -283,6 +305,7 @@ class RunConfig:
     post: bool = False
     text_column: str = "text"
     split: str | None = None
+    self_generate: int | None = None
     vocab_size: int | None = None
     eval_tokens: int = 65_536
     seed: int = 0
@@ -303,6 +326,9 @@ class RunConfig:
         read_prefix(self.prefix)
         if self.kind == "taper" and not self.model:
             raise ValueError("taper needs a model: a folder, a hub id or a file")
+        if self.kind == "pretrain" and self.self_generate is not None:
+            raise ValueError("a model that is pretrained has nothing to write yet: leave self_generate out")
+        object.__setattr__(self, "data", read_sources(self.data, self.self_generate, self.kind == "taper"))
         for field in ("steps", "batch", "accumulate", "eval_tokens"):
             if not _is_count(getattr(self, field), 1):
                 raise ValueError(f"{field}={getattr(self, field)!r} must be a whole number, at least 1")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapernorm import data, hub
+from tapernorm import data, hub, sources
 from tapernorm.bench import device_name
 from tapernorm.config import SIZES, RunConfig, read_prefix
 from tapernorm.convert import choose, get_controller
@@ -31,27 +31,31 @@ class Material:
     validation: Tensor
     sites: list[NormSite]
     prefix: tuple[int, ...]  # of the tapered arm
+    gathered: sources.Gathered
     facts: dict[str, Any]
 
 
-def prepare(config: RunConfig) -> Material:
+def prepare(config: RunConfig, resume: bool = False) -> Material:
     """Model, tokenizer, text: everything that can be refused before a folder is made.
+
+    resume: what the model wrote for this run before is taken again.
 
     Raises:
         ValueError: as `tapernorm.hub.from_pretrained`, `tapernorm.data.load_text` and `tapernorm.taper_`; a block
             longer than the model's context; no tokenizer; a vocabulary that the model does not have.
     """
-    text: data.TextData
     if config.kind == "taper":
         model, tokenizer = load_original(str(config.model))
-        text = data.load_text(config.data, config.text_column, config.split)
+        gathered = sources.gather(config, model, tokenizer, device(), resume)
+        text = gathered.text
         name = str(config.model)
 
         def build() -> Any:
             return copy.deepcopy(model)  # which itself is never trained
 
     else:
-        text = data.load_text(config.data, config.text_column, config.split)
+        gathered = sources.gather(config)
+        text = gathered.text
         _check_block(config, SIZES[config.size][3])
         tokenizer = data.train_tokenizer(text.train, config.vocab_size or SIZES[config.size][2])
         name = f"llama-{config.size}"
@@ -75,7 +79,7 @@ def prepare(config: RunConfig) -> Material:
     facts = {
         "model": model_facts(model, name, context),
         "data": {
-            "name": text.name,
+            **gathered.facts,
             "train_tokens": train.numel(),
             "validation_tokens": validation.numel(),
             "block": block,
@@ -86,7 +90,7 @@ def prepare(config: RunConfig) -> Material:
         "arm": config.arm,
         **({"taper": config.taper.to_dict()} if config.arm != "baseline" else {}),
     }
-    return Material(build, tokenizer, train, validation, sites, prefix, facts)
+    return Material(build, tokenizer, train, validation, sites, prefix, gathered, facts)
 
 
 def _prefix(

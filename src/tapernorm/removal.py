@@ -2,6 +2,7 @@
 
 RUN/run.json          what was asked for, and everything that was measured
 RUN/model/            the model without the norms that went
+RUN/text/             what the model wrote, where there was no text or it was to write some
 RUN/report.html       for people
 
 `remove_` fits and chooses on the training part of the text; everything said about the result is measured on the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import re
 import shlex
@@ -21,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapernorm import bench, card, data, hub
+from tapernorm import bench, card, data, hub, sources
 from tapernorm.chain import Chain
-from tapernorm.config import TaperConfig, read_prefix
+from tapernorm.config import SELF_TOKENS, TaperConfig, read_prefix, read_sources
 from tapernorm.convert import choose
 from tapernorm.headroom import largest_activation
 from tapernorm.logits import batch_within
@@ -52,12 +54,15 @@ class RemovalConfig:
     """What `tapernorm remove` does.
 
     Args:
-        model, data: as `tapernorm.from_pretrained` and `tapernorm.data.load_text` read them; out: the run's folder.
+        model, data: as `tapernorm.from_pretrained` and `tapernorm.data.load_text` read them; several texts are mixed,
+            and without one the model writes its own. out: the run's folder.
         budget: share by which the loss may rise, as a number (0.01) or as text ("1%").
         prefix: "auto", "none" or token ids with commas ("0,504").
         keep, refit, fit_tokens: as in `remove_`.
         eval_tokens: how much of the validation text to measure on.
         other_data: unrelated text to measure on as well.
+        self_generate: so many tokens that the model writes itself, beside `data` or in place of it. Where they are the
+            only text, half of them at most are fitted on, and a quarter measured on.
         csv: a file that one row is appended to.
         bf16: measure the losses with bfloat16 products.
 
@@ -66,7 +71,7 @@ class RemovalConfig:
     """
 
     model: str
-    data: str
+    data: str | tuple[str, ...] | None
     out: str
     budget: float | str = 0.01
     prefix: str = "auto"
@@ -76,6 +81,7 @@ class RemovalConfig:
     eval_tokens: int = 65_536
     text_column: str = "text"
     split: str | None = None
+    self_generate: int | None = None
     other_data: str | None = None
     csv: str | None = None
     bf16: bool = False
@@ -84,6 +90,12 @@ class RemovalConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", read_budget(self.budget))
         read_prefix(self.prefix)
+        if not self.data and self.self_generate is None:
+            object.__setattr__(self, "self_generate", SELF_TOKENS)
+        object.__setattr__(self, "data", read_sources(self.data, self.self_generate))
+        if not self.data and self.self_generate is not None:
+            object.__setattr__(self, "fit_tokens", min(self.fit_tokens, max(1024, self.self_generate // 2)))
+            object.__setattr__(self, "eval_tokens", min(self.eval_tokens, max(1024, self.self_generate // 4)))
         TaperConfig(keep=self.keep)  # refuses what is no sequence of patterns
         for field in ("fit_tokens", "eval_tokens"):
             value = getattr(self, field)
@@ -115,6 +127,19 @@ def read_budget(value: float | str) -> float:
     return share
 
 
+def model_name(source: str) -> str:
+    """`smollm` of hub/smollm, models/smollm and smollm.gguf."""
+    name = Path(source).name or Path(source).expanduser().resolve().name
+    return re.sub(r"\.(bin|gguf)$", "", name)
+
+
+def default_out(model: str, overwrite: bool = False) -> str:
+    """runs/<model>-removed, with a number where that is taken and not to be replaced."""
+    first = Path("runs") / f"{model_name(model)}-removed"
+    folders = (first if n == 1 else first.with_name(f"{first.name}-{n}") for n in itertools.count(1))
+    return str(next(folder for folder in folders if overwrite or not folder.exists()))
+
+
 def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
     """Do the removal. Returns the record that is in run.json.
 
@@ -131,6 +156,7 @@ def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
     original = copy.deepcopy(work.model)  # remove_ works in place
     removal = _remove(config, work)
     run.begin("tapernorm.removal.execute", **work.facts)  # nothing that could be refused is left to do
+    work.gathered.save(run.folder)
     folder = run.folder / "model"
     hub.save_pretrained(work.model, folder, tokenizer=work.tokenizer, overwrite=True)
     fold = removal.fold.to_dict() if removal.fold else {"folded": [], "c": {}}
@@ -197,6 +223,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
         "bench": record["bench"],
         "failed": record["failed"],
         "seconds": removal["seconds"],
+        **({"trained": record["trained"]} if "trained" in record else {}),
         "model": record["norm_free_model"],
         "report": record["report"],
     }
@@ -225,7 +252,7 @@ class _Work:
 
     model: Any
     tokenizer: Any
-    train: Any  # documents
+    gathered: sources.Gathered
     texts: dict[str, Tensor]  # "validation" and "other" -> [N, block] ids
     block: int
     sites: list[NormSite]
@@ -239,26 +266,25 @@ class _Work:
             refuse_bfloat16(device())
         sites = find_sites(model)
         chosen = choose(sites, TaperConfig(keep=config.keep))
-        text = data.load_text(config.data, config.text_column, config.split)
+        gathered = sources.gather(config, model, tokenizer, device())
+        text = gathered.text
         context = context_length(model)
         block = min(512, room(model, read_prefix(config.prefix)))
         count = max(1, config.eval_tokens // block)
         texts = {"validation": data.pack(text.validation, tokenizer, block, limit=count)}
-        names = {"validation": text.name}
         if config.other_data is not None:
             other = data.load_text(config.other_data)
             texts["other"] = data.pack(other.validation, tokenizer, block, limit=count)
-            names["other"] = other.name
         refuse_foreign_ids(texts["validation"], model)
         Chain(model, chosen, texts["validation"][:, : min(block, 16)])  # refuses what is no row of blocks
         facts = {
-            "model": model_facts(model, re.sub(r"\.(bin|gguf)$", "", Path(config.model).name), context),
-            "data": {"name": names["validation"], "validation_tokens": texts["validation"].numel(), "block": block},
+            "model": model_facts(model, model_name(config.model), context),
+            "data": {**gathered.facts, "validation_tokens": texts["validation"].numel(), "block": block},
             "device": bench.device_name(device()),
         }
         if "other" in texts:
-            facts["data"] |= {"other_text": names["other"], "other_tokens": texts["other"].numel()}
-        return cls(model.to(device()), tokenizer, text.train, texts, block, sites, chosen, facts)
+            facts["data"] |= {"other_text": other.name, "other_tokens": texts["other"].numel()}
+        return cls(model.to(device()), tokenizer, gathered, texts, block, sites, chosen, facts)
 
     def measure(self, model: Any, label: str, fast: bool = False) -> dict[str, Any]:
         """{"losses": {text: Losses}, "largest": {"value", "where"}} of a model."""
@@ -275,8 +301,9 @@ class _Work:
 def _remove(config: RemovalConfig, work: _Work) -> Removal:
     prefix = read_prefix(config.prefix)
     # Documents of every part of the text: its beginning may be unlike the rest.
-    order = torch.randperm(len(work.train), generator=torch.Generator().manual_seed(0)).tolist()
-    texts = (work.train[index] for index in order)
+    train: Any = work.gathered.text.train
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = (train[index] for index in order)
     with stages() as tell:
         return remove_(
             work.model, texts, work.tokenizer, budget=read_budget(config.budget), prefix=prefix,

@@ -60,9 +60,6 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
     said = [f"{folded} of {total} norms of {model} were taken out without training, under a loss budget of {limit}."]
     if not folded:
         said[0] = f"Not one of {total} norms of {model} goes without training under a loss budget of {limit}."
-        said.append(
-            "A larger budget, more text (--fit-tokens), or `tapernorm taper`, which trains them away, may help."
-        )
     before, after = _losses(record, "before", "validation"), _losses(record, "after", "validation")
     if before and after:
         mean, tail = (format_gap(after.get(key), before.get(key), "not finite") for key in ("loss", "p999"))
@@ -75,7 +72,58 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
         )
     if prefix := removal.get("prefix"):
         said.append(f"A constant prefix of {len(prefix)} tokens, {prefix}, takes the place of massive tokens.")
+    said += _speed(record) if folded else []
+    trained = _trained(record)
+    return [*said, *(trained or _help(record))]
+
+
+def _trained(record: Mapping[str, Any]) -> list[str]:
+    """What training did about the norms that were left, in sentences; nothing where none was asked for."""
+    trained = part(record, "trained")
+    if not trained or trained.get("stopped"):
+        return [str(trained["stopped"])] if trained else []
+    gone, loss = len(trained.get("folded") or ()), part(trained, "losses").get("loss")
+    before = _losses(record, "before", "validation").get("loss")
+    said = [
+        f"Then {_count(gone, 'norm')} more were trained away in {trained.get('steps')} steps: the loss of the model in "
+        f"{trained.get('model')} is {format_loss(loss)} ({format_gap(loss, before, 'not finite')})."
+    ]
+    one, two = number(loss), number(before)
+    budget = number(part(record, "settings").get("budget"))
+    if one and two and budget and one > (1 + budget) * two:
+        said.append("That is beyond the budget: more --minutes, or more text, would bring it down.")
+    if trained.get("verified") is False:
+        said.append("The model that was written is not the model that was trained: do not use it.")
     return said
+
+
+def _speed(record: Mapping[str, Any]) -> list[str]:
+    """How fast, in a sentence, where it was measured."""
+    for group in _bench(record):
+        now, was = (format_speed(group[variant].get("tokens_per_second")) for variant in ("folded", "stock"))
+        times = format_ratio(group["folded"].get("ratio"))
+        return [f"It writes {now} tokens a second, and the original {was} ({times}), one text at a time."]
+    return []
+
+
+def _help(record: Mapping[str, Any]) -> list[str]:
+    """What would take out more, in a sentence; nothing where only norms stay that were to stay."""
+    fold, settings = part(record, "fold"), part(record, "settings")
+    reasons = part(fold, "reasons")
+    left = [name for name in fold.get("kept") or () if name not in reasons]
+    if not left:
+        return []
+    ways = ["a larger --budget"]
+    if part(record, "data").get("self_generated") and not settings.get("data"):
+        ways.append("text like what the model is for (--data FILE), of which there can be more,")
+    else:
+        ways.append("more text to fit on (--fit-tokens)")
+    ways.append("`tapernorm taper` on the model that was written, which trains the rest away")
+    return [f"{_count(len(left), 'norm')} could still go: {ways[0]} may do it, {ways[1]} or {ways[2]}."]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def loss_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -128,6 +176,11 @@ def warnings(record: Mapping[str, Any]) -> list[str]:
     if one and two and two > 1.1 * one:
         found.append(f"The 99.9th percentile of token losses rose by {100 * (two / one - 1):.1f} %: the tail suffers "
                      "more than the mean.")  # fmt: skip
+    if part(record, "data").get("self_generated"):
+        found.append(
+            "The text, or a part of it, was written by the model itself: the losses are those of what the model "
+            "expects, and on text by people they may be others."
+        )
     tokens = number(after.get("tokens"))
     if tokens and tokens < _SHORT:
         found.append(f"Measured on {tokens:,.0f} tokens, all that the validation text or --eval-tokens gave; a 99.9th "

@@ -3,6 +3,7 @@
 RUN/run.json          what was asked for, on what, and everything that was measured
 RUN/<arm>/            one folder for each trained arm: log.jsonl, checkpoints, and `final`
 RUN/model/            the norm-free model
+RUN/text/             what the model wrote, where it was to write its own text
 RUN/report.html       for people
 RUN/tensorboard/<arm> the rows of log.jsonl as events, where that was asked for
 """
@@ -52,8 +53,9 @@ def execute(config: RunConfig, overwrite: bool = False, resume: bool = False) ->
         board.require()
     if resume and run.record.get("status") == "done":
         return run.record
-    material = prepare(config)
+    material = prepare(config, resume)
     run.begin("tapernorm.runs.execute", **material.facts)
+    material.gathered.save(run.folder)
     try:
         _work(run, material)
     except BaseException as error:
