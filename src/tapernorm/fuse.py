@@ -216,8 +216,8 @@ def fuse_groups(model: nn.Module, groups: list[Group]) -> Any:
                 linear.weight.data = whole.weight.data[rows]
                 if whole.bias is not None:
                     whole.bias.data[rows] = 0 if linear.bias is None else linear.bias
-                if linear.bias is not None:
-                    linear.bias.data = whole.bias.data[rows]
+                    if linear.bias is not None:
+                        linear.bias.data = whole.bias.data[rows]
             whole.requires_grad_(linears[0].weight.requires_grad)
     except BaseException:
         undo()
@@ -238,7 +238,7 @@ def unfuse_(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: nothing is fused; or a fused map is no plain linear map any more (quantized, or wrapped).
     """
-    parts = {name: module for name, module in model.named_modules() if is_fused_part(module)}
+    parts: dict[str, Any] = {name: module for name, module in model.named_modules() if is_fused_part(module)}
     if not parts:
         raise ValueError("nothing to take apart: the model has no fused linear maps")
     for name, part in parts.items():
@@ -247,7 +247,7 @@ def unfuse_(model: nn.Module) -> nn.Module:
             raise ValueError(f"{name}: it is part of a {type(whole).__name__}, and no longer of a plain linear map")
     for name, part in parts.items():
         weight, bias = part.weight, part.bias
-        linear = nn.Linear(1, 1, bias=bias is not None, device="meta").train(part.training)
+        linear: Any = nn.Linear(1, 1, bias=bias is not None, device="meta").train(part.training)
         linear.in_features, linear.out_features = part.in_features, part.out_features
         for key, value in (("weight", weight), ("bias", bias)):
             if value is not None:

@@ -65,10 +65,11 @@ def layout_of(model: PreTrainedModel) -> dict[str, Any]:
     return layout
 
 
-def _fused(model: nn.Module, fresh: dict[str, nn.Module]) -> dict[str, dict[str, list[str]]]:
+def _fused(model: nn.Module, fresh: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """{module: {linear map: the names of those that it stands for}}, with stars where they may be."""
     groups: dict[str, dict[str, list[str]]] = {}
-    for name, module in model.named_modules():
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, module in modules.items():
         if is_fused_part(module):
             owner, _, part = name.rpartition(".")
             groups.setdefault(owner, {}).setdefault(module.whole, [""] * len(module.sizes))[module.index] = part

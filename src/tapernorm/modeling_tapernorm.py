@@ -26,7 +26,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 import transformers
@@ -173,8 +173,10 @@ class ModelMixin(_ModelBase):
 class FusedPart(nn.Module):
     """One of several linear maps that read the same tensor: a slice of the product with `owner.<whole>`, an nn.Linear.
 
-    The first multiplies, and leaves the slices with what it read; another takes its own if it is given that very
-    tensor, and multiplies anew if not: order decides on speed alone. The last drops them (one tuple, for threads)."""
+    The first multiplies, and leaves the slices with what it read (one tuple, for threads); another takes its own if it
+    is given that very tensor, or multiplies anew: order decides on speed alone. The last drops them."""
+
+    owner = whole = sizes = index = left = last = cast(Any, None)
 
     def __init__(self, owner, whole, sizes, index, left):
         super().__init__()  # the owner is not registered: it would be a module of its own child
@@ -213,7 +215,7 @@ def product(linear, input):
 
 
 class Left:
-    held = None  # by the first of some `FusedPart`s for the others, never for copies of them: (input, slices)
+    held: Any = None  # by the first of some `FusedPart`s for the others, never for copies of them: (input, slices)
 
     def __getstate__(self):
         return {}
@@ -354,7 +356,7 @@ def make_model(name, stock):
     own["_can_set_attn_implementation_cached_value"] = stock._can_set_attn_implementation()
     own["_can_set_experts_implementation_cached_value"] = stock._can_set_experts_implementation()
     made = type(name, (ModelMixin, stock), own)
-    body = heads(config_class.base_model_type).get("AutoModel", stock.__name__)
+    body = str(heads(config_class.base_model_type).get("AutoModel", stock.__name__))
     if body == stock.__name__:  # generic heads build their body by AutoModel.from_config, which passes no flag
         modeling_auto.AutoModel.register(config_class, made, exist_ok=True)
     else:
