@@ -36,7 +36,7 @@ def told(error: BaseException, command: str = "") -> tuple[str, int] | None:
     """
     chain = list(_chain(error))
     if isinstance(error, KeyboardInterrupt):
-        if command == "watch":  # the way to end it: there is nothing to say
+        if command in ("watch", "generate"):  # the way to end it: there is nothing to say
             return "", INTERRUPTED
         hint = "; the same command with --resume goes on from the last checkpoint" if command in _RESUMABLE else ""
         return f"stopped{hint}", INTERRUPTED
