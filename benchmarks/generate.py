@@ -21,36 +21,16 @@ from typing import Any
 
 import torch
 import transformers
+from speed import SIZES, build
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapernorm.bench import append_csv, device_name, variants
 from tapernorm.generate import decode
 
-SIZES = {"1m": (128, 5, 2048), "5.5m": (256, 6, 2048), "30m": (512, 8, 10_000)}  # width, layers, vocabulary
-
-
-def build(size: str, length: int) -> Any:
-    width, layers, vocabulary = SIZES[size]
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=width * 8 // 3 // 16 * 16,
-            num_hidden_layers=layers,
-            num_attention_heads=max(4, width // 32),
-            max_position_embeddings=length,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    ).eval()
-
 
 def measure(options: argparse.Namespace, size: str) -> dict[str, Any]:
     """One row about both."""
-    models = variants(build(size, options.prompt + options.new_tokens + 1))
+    models = variants(build(size, eos_token_id=None, pad_token_id=0))  # a text of random weights would end anywhere
     ids = torch.randint(1, SIZES[size][2], (1, options.prompt), generator=torch.Generator().manual_seed(0))
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": options.new_tokens, "do_sample": False}
     compiled = False

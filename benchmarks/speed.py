@@ -10,6 +10,7 @@ ratio is from 1.00 is the noise of the machine at that hour.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,27 +18,17 @@ import transformers
 from tapernorm.bench import EAGER, Setting, append_csv, compile_modes
 from tapernorm.bench_command import DTYPES, measure, read_device
 from tapernorm.config import SIZES as PROJECT
+from tapernorm.material import random_llama
 from tapernorm.variants import variants
 
+# width, layers, vocabulary, context
 SIZES = {"1m": PROJECT["1m"], "5.5m": (192, 8, 10_000, 512), "30m": PROJECT["30m"]}
 LARGEST = "30m"
 
 
-def build(size: str) -> transformers.LlamaForCausalLM:
+def build(size: str, **more: Any) -> transformers.LlamaForCausalLM:
     """A Llama of the shape that `tapernorm pretrain` would train, with random weights."""
-    width, layers, vocabulary, context = SIZES[size]
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=width * 8 // 3 // 16 * 16,
-            num_hidden_layers=layers,
-            num_attention_heads=max(4, width // 32),
-            max_position_embeddings=context,
-            tie_word_embeddings=True,
-        )
-    ).eval()
+    return random_llama(*SIZES[size], **more).eval()
 
 
 def settings(size: str, device: torch.device, compile: bool, whole: bool, rounds: int) -> list[Setting]:

@@ -20,28 +20,19 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tapernorm as tn
 from tapernorm.bench import append_csv
+from tapernorm.material import random_llama
 
 PHASES = ("stock", "warmup", "taper", "done")
 
 
 def build(family: str, width: int, layers: int, vocabulary: int, length: int) -> Any:
-    torch.manual_seed(0)
     if family == "llama":
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=vocabulary,
-                hidden_size=width,
-                intermediate_size=width * 8 // 3 // 16 * 16,
-                num_hidden_layers=layers,
-                num_attention_heads=max(4, width // 32),
-                max_position_embeddings=length,
-                tie_word_embeddings=True,
-            )
-        )
+        return random_llama(width, layers, vocabulary, length)
+    torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=vocabulary,

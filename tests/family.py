@@ -5,6 +5,7 @@ In a pattern a star stands for a layer's index, and {a,b} for a or b.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -121,3 +122,31 @@ def enliven(model: nn.Module) -> nn.Module:
         ):
             parameter.add_(1)
     return model
+
+
+@contextlib.contextmanager
+def arithmetic(row):
+    """A few families make constants of torch's default type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if row.wide else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(row, **changes):
+    if row.is_moe:  # grouped products have no float64
+        changes.setdefault("experts_implementation", "eager")
+    return row.build(**changes).double()
+
+
+def inputs_of(row, dtype=torch.float64):
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in row.example.items()}
+
+
+def error(new, old):
+    assert len(new) == len(old)
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(new, old, strict=True)
+    )

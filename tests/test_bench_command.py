@@ -1,15 +1,15 @@
 """`tapernorm bench` as a user meets it: rows, files, counts, and what it refuses."""
 
 import csv
+import functools
 import json
-import sys
 
 import pytest
 import torch
-import transformers
 
 import tiny_models
-from tapernorm import bandwidth, cli
+from command import run_command
+from tapernorm import bandwidth
 from tapernorm import bench as bench_module
 from tapernorm.hub import save_pretrained
 
@@ -31,19 +31,7 @@ def call(monkeypatch, capsys):
     """Run a command in this process: (exit code, stdout, stderr)."""
     monkeypatch.setattr(bandwidth, "_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(bench_module, "_SHORTEST", 0.0)
-    transformers.utils.logging.disable_progress_bar()  # as main() does by the environment, before the first import
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tapernorm", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as error:
-            code = int(error.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
+    return functools.partial(run_command, monkeypatch, capsys)
 
 
 def test_json_and_csv(call, folder, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tapernorm as tn
-from tapernorm import cli
+from command import run_command
 from tapernorm.data import train_tokenizer
 
 WORDS = re.findall(r"\w+", "the cat sat on a mat and saw that it was good to sit in the sun with nothing to do")
@@ -70,19 +70,7 @@ Call = Callable[..., tuple[int, str, str]]
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Run a command in this process: (exit code, stdout, stderr)."""
     monkeypatch.setattr("tapernorm.runs._ROUNDS", 1)  # speed is not tested here
-    transformers.utils.logging.disable_progress_bar()  # as main() does by the environment, before the first import
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tapernorm", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as error:
-            code = int(error.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
+    return functools.partial(run_command, monkeypatch, capsys)
 
 
 QUICK = ("--steps", 12, "--batch", 2, "--block", 32, "--warmup-steps", 3, "--taper-steps", 6, "--eval-tokens", 256)

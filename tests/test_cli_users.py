@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -19,11 +20,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tapernorm as tn
-from tapernorm import cli, failures
+from command import run_command
+from tapernorm import failures
 from tapernorm.data import train_tokenizer
 
 SENTENCE = "the cat sat on a mat and saw that it was good to sit in the sun with nothing to do"
@@ -58,19 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Run a command in this process: (exit code, stdout, stderr)."""
     monkeypatch.setattr("tapernorm.runs._ROUNDS", 1)  # speed is not tested here
-    transformers.utils.logging.disable_progress_bar()
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tapernorm", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as error:
-            code = int(error.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
+    return functools.partial(run_command, monkeypatch, capsys)
 
 
 # what was tried: (the command, what it says). Each ends with exit code 2; {at} is the folder of `place`.

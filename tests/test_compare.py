@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from command import run_command
 from runs import gpt2_run, half_run, llama_run, removed_run, write_run
-from tapernorm import cli, compare_page
+from tapernorm import compare_page
 from test_report import Page
 
 
@@ -94,14 +94,7 @@ def test_more_runs_than_colours(tmp_path):
 
 
 def call(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["tapernorm", "report", *map(str, arguments)])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    return run_command(monkeypatch, capsys, "report", *arguments)
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import transformers
 
 import tapernorm as tn
+from command import run_command
 from exported import folded
 from tapernorm import cli
 from tapernorm.export import FORMATS, export
@@ -78,23 +78,13 @@ def test_the_function_and_the_package_are_both_callable(tmp_path):
     assert record.format == EASY and (tmp_path / "out" / "export.json").exists()
 
 
-def called(monkeypatch, capsys, *args):
-    """(exit code, stdout, stderr) of the command line."""
-    monkeypatch.setattr(sys, "argv", ["tapernorm", *map(str, args)])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_the_command(saved, tmp_path, monkeypatch, capsys):
-    code, out, err = called(monkeypatch, capsys, "export", saved / "free", "--format", EASY, "--out", tmp_path / "out")
+    code, out, err = run_command(
+        monkeypatch, capsys, "export", saved / "free", "--format", EASY, "--out", tmp_path / "out"
+    )
     assert code == 0, err
     assert "5 norms gone, 0 kept" in out and "square roots" in out and "random tokens" in out
-    code, out, _ = called(
+    code, out, _ = run_command(
         monkeypatch, capsys, "export", saved / "stock", "--format", EASY, "--out", tmp_path / "stock", "--json"
     )
     record = json.loads(out)
@@ -112,7 +102,7 @@ def test_the_command(saved, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_the_command_refuses(args, says, saved, tmp_path, monkeypatch, capsys):
-    code, _, err = called(monkeypatch, capsys, "export", saved / "free", "--out", tmp_path / "out", *args)
+    code, _, err = run_command(monkeypatch, capsys, "export", saved / "free", "--out", tmp_path / "out", *args)
     assert code == 2 and says in err and err.startswith("tapernorm: ") and not (tmp_path / "out").exists()
 
 

@@ -3,7 +3,6 @@
 float64 throughout; the rows and their expectations are in families.py.
 """
 
-import contextlib
 import copy
 import functools
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import tapernorm as tn
 from families import FAMILIES
+from family import arithmetic, build, error, inputs_of
 from folders import to_gate
 from tapernorm.modules import taper_norms
 from tapernorm.sites import find_sites, run
@@ -24,27 +24,6 @@ FOLDABLE = [row for row in FAMILIES if row.goes]
 BY_NAME = {row.name: row for row in FAMILIES}
 ROW = pytest.mark.parametrize("name", [row.name for row in FOLDABLE])
 PARTLY = pytest.mark.parametrize("partly", [False, True], ids=["all", "partly"])
-
-
-@contextlib.contextmanager
-def arithmetic(row):
-    """A few families make constants of torch's default type."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if row.wide else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def build(row, **changes):
-    if row.is_moe:  # grouped products have no float64
-        changes.setdefault("experts_implementation", "eager")
-    return row.build(**changes).double()
-
-
-def inputs_of(row, dtype=torch.float64):
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in row.example.items()}
 
 
 class Choices(TorchFunctionMode):
@@ -67,13 +46,6 @@ def outputs(row, model, inputs=None):
     with arithmetic(row), Choices() as choices:
         output = run(model, inputs_of(row) if inputs is None else inputs)
     return [t.clone() for t in tensors(output) if t.is_floating_point()], choices.seen
-
-
-def error(new, old):
-    assert len(new) == len(old)
-    return max(
-        float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(new, old, strict=True)
-    )
 
 
 def taper(row, model, partly=False, inputs=None):

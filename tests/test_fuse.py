@@ -1,6 +1,5 @@
 """Linear maps that read one tensor are one product: the same function, or refused."""
 
-import contextlib
 import copy
 import json
 
@@ -10,6 +9,7 @@ from torch import nn
 
 import tapernorm as tn
 from families import FAMILIES
+from family import arithmetic, build, error, inputs_of
 from folders import taper_row, to_gate
 from fusing import QKV, fused, parts_of
 from tapernorm import fuse
@@ -76,28 +76,10 @@ def test_every_norm_stays_where_it_was_not_removed():
     assert len(report.fused) == 4 and report.relative_error <= report.bound
 
 
-@contextlib.contextmanager
-def default_of(row):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if row.wide else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def inputs_of(row):
-    return {k: v.double() if v.is_floating_point() else v for k, v in row.example.items()}
-
-
 @torch.no_grad()
 def outputs(row, model):
-    with default_of(row):
+    with arithmetic(row):
         return [t.clone() for t in tensors(run(model, inputs_of(row))) if t.is_floating_point()]
-
-
-def error(new, old):
-    return max(relative(a, b) for a, b in zip(new, old, strict=True))
 
 
 # by family: (first parts of some group, parts of a group that no family has by accident)
@@ -118,9 +100,8 @@ EXPECTED = {
 @pytest.mark.parametrize("name", FOLDABLE)
 def test_every_family(name, tmp_path):
     row = FOLDABLE[name]
-    changes = {"experts_implementation": "eager"} if row.is_moe else {}
-    model = row.build(**changes).double()
-    with default_of(row):
+    model = build(row)
+    with arithmetic(row):
         taper_row(row, model, inputs_of(row))
         folded = to_gate(model)
         model = copy.deepcopy(folded)

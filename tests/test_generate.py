@@ -1,6 +1,7 @@
 """`tn.generate`: the tokens of transformers' generate, eager and compiled; streaming; the compiled step on disk."""
 
 import copy
+import functools
 import importlib
 import json
 import subprocess
@@ -13,6 +14,7 @@ import transformers
 from transformers import TextStreamer
 
 import tapernorm as tn
+from command import run_command
 from folders import byte_tokenizer
 from prefixed import build, held
 from tapernorm import decode_step
@@ -212,32 +214,23 @@ def folder(tmp_path):
 
 
 def test_the_command(folder, monkeypatch, capsys):
-    from tapernorm import cli
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tapernorm", "generate", folder, "--prompt", "ab", *arguments])
-        try:
-            cli.main()
-        except SystemExit as error:
-            return error.code or 0, capsys.readouterr()
-        return 0, capsys.readouterr()
-
-    code, said = run("--max-new-tokens", "6", "--json", "--no-compile")
-    told = json.loads(said.out)
+    run = functools.partial(run_command, monkeypatch, capsys, "generate", folder, "--prompt", "ab")
+    code, out, _ = run("--max-new-tokens", "6", "--json", "--no-compile")
+    told = json.loads(out)
     model, tokenizer = tn.from_pretrained(folder)
     wanted = model.generate(torch.tensor([tokenizer("ab")["input_ids"]]), max_new_tokens=6, do_sample=False)
     assert code == 0 and told["tokens"] == wanted[0, 2:].tolist() and told["prompt"] == "ab"
     assert told["new_tokens"] == len(told["tokens"]) and not told["compiled"] and told["tokens_per_second"] > 0
     assert told["text"] == tokenizer.decode(told["tokens"], skip_special_tokens=True)
-    code, said = run("--max-new-tokens", "6")
-    assert code == 0 and said.out.startswith("ab") and said.out.endswith("\n")
+    code, out, _ = run("--max-new-tokens", "6")
+    assert code == 0 and out.startswith("ab") and out.endswith("\n")
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module._Stepper, "__call__", interrupt)
-    code, said = run("--max-new-tokens", "6")
-    assert code == 130 and said.out.startswith("ab") and said.out.endswith("\n") and "tapernorm:" not in said.err
+    code, out, err = run("--max-new-tokens", "6")
+    assert code == 130 and out.startswith("ab") and out.endswith("\n") and "tapernorm:" not in err
 
 
 # The compiled step

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from command import run_command
 from runs import gpt2_run, half_run, llama_run, log_rows, removed_run, write_run
-from tapernorm import cli, watch
+from tapernorm import watch
 from tapernorm.config import TaperConfig
 
 SITES = ["model.norm"]
@@ -38,14 +39,7 @@ def running(folder: Path, steps: int = 210, **facts) -> Path:
 
 
 def call(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["tapernorm", "watch", *map(str, arguments)])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    return run_command(monkeypatch, capsys, "watch", *arguments)
 
 
 def test_a_snapshot_has_what_the_log_says(tmp_path):

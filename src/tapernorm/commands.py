@@ -20,8 +20,9 @@ def inspect_text(
 ) -> None:
     """`inspect --text`: survey, page, table or JSON."""
     from tapernorm import survey_page as page
+    from tapernorm.page import page_path
 
-    path = page.page_path(model, out) if out or not as_json else None
+    path = page_path(page.page_name(model), out) if out or not as_json else None
     seen = page.look(model, text, tokens, column, split)
     if path is not None:
         page.write_page(seen, path)
@@ -43,11 +44,12 @@ def remove_norms(options: dict[str, Any]) -> None:
         raise ValueError(f"--minutes {minutes:g} must be above 0")
     options["out"] = options["out"] or removal.default_out(options["model"], overwrite)
     options |= {"keep": tuple(options["keep"] or ()), "csv": options["csv"] and str(options["csv"])}
-    record = removal.execute(removal.RemovalConfig(**options), overwrite=overwrite)
+    asked = removal.RemovalConfig(**options)
+    record = removal.execute(asked, overwrite=overwrite)
     if minutes is not None and not record["failed"]:
         from tapernorm.go_on import train_the_rest
 
-        record = train_the_rest(record, minutes)
+        record = train_the_rest(asked, record, minutes)
     if as_json:
         print_json(removal.summary(record))
     else:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from tapernorm import canvas, run_figures
-from tapernorm.page import MISSING, format_gap, format_ratio, format_value, number, part, render
+from tapernorm.page import MISSING, format_gap, format_ratio, format_value, number, page_path, part, render
 from tapernorm.reading import arm_names, gap_so_far, headline_speed, outcome, read_run
 from tapernorm.report import write_report
 
@@ -34,9 +34,9 @@ def write_comparison(runs: Sequence[Path], out: Path | None = None) -> Path:
 
     Raises:
         ValueError: fewer than two runs, one of them given twice, or one that is no run; `out` is in no folder, or no
-            .html file, or cannot be written.
+            .html file.
     """
-    path = page_path(out)
+    path = page_path(NAME, out)
     folders = [Path(run) for run in runs]
     if len(folders) < 2:
         raise ValueError("a comparison needs two runs or more")
@@ -54,24 +54,7 @@ def write_comparison(runs: Sequence[Path], out: Path | None = None) -> Path:
         "speeds": list(dict.fromkeys(row["speed_title"] for row in shown if row["speed_title"])),
         "verdict": _verdict(shown),
     }  # fmt: skip
-    try:
-        path.write_text(render("compare.html.j2", view), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    return path
-
-
-def page_path(out: Path | None) -> Path:
-    """Where the page goes.
-
-    Raises:
-        ValueError: the folder that it would be in is not there, or `out` is a file of another kind.
-    """
-    path = Path(NAME) if out is None else out / NAME if out.is_dir() else out
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--out {path}: the page needs a name that ends in .html, or a folder that is there")
-    if not path.parent.is_dir():
-        raise ValueError(f"--out {path}: there is no folder {path.parent}; make it first")
+    path.write_text(render("compare.html.j2", view), encoding="utf-8")
     return path
 
 

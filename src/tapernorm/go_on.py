@@ -21,6 +21,7 @@ from tapernorm.guard import GuardStop
 from tapernorm.material import device
 from tapernorm.page import plain
 from tapernorm.record import Run
+from tapernorm.removal import RemovalConfig
 from tapernorm.report import write_report
 from tapernorm.statistics import MassiveTokenError
 
@@ -30,20 +31,19 @@ _SHARE = 0.75  # of the minutes: the rest is for measuring before and after
 _TAPER = 1.4  # a step with statistics and losses of the taper, in plain steps
 
 
-def train_the_rest(record: dict[str, Any], minutes: float) -> dict[str, Any]:
+def train_the_rest(settings: RemovalConfig, record: dict[str, Any], minutes: float) -> dict[str, Any]:
     """Train away what `tapernorm.removal.execute` left. Returns its record with "trained" in it, as it is in run.json.
 
     record["trained"] is {"minutes", "out", "steps", "seconds_per_step", "folded", "losses"}, or has "stopped", why
     there is nothing more, in a sentence. The folder of the removal is complete whatever comes of the training.
     """
-    folder = Path(record["settings"]["out"])
     told: dict[str, Any] = {"minutes": minutes}
     order = _order(record)
     try:
         if not order:
             told["stopped"] = "There is nothing left to train away."
         else:
-            config = _config(record, minutes, order, told)
+            config = _config(settings, record, minutes, order, told)
             if config is not None:
                 trained = runs.execute(config, overwrite=True)
                 told |= {"folded": trained["fold"]["folded"], "losses": trained["losses"][config.arm]}
@@ -51,21 +51,10 @@ def train_the_rest(record: dict[str, Any], minutes: float) -> dict[str, Any]:
                 told["out"] = config.out
     except (ValueError, GuardStop, FoldError, MassiveTokenError) as error:
         told["stopped"] = f"The training did not come to its end: {error}"
-    run = Run(_Settings(record["settings"]), record)
+    run = Run(settings, record)
     run.update(trained=plain(told))
-    write_report(folder)
+    write_report(run.folder)
     return run.record
-
-
-class _Settings:
-    """The settings of a run that is written on."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values, self.kind, self.out = values, str(values["kind"]), str(values["out"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As they were."""
-        return self._values
 
 
 def _order(record: dict[str, Any]) -> dict[str, float]:
@@ -77,9 +66,11 @@ def _order(record: dict[str, Any]) -> dict[str, float]:
     return {name: place / max(1, len(left) - 1) for place, name in enumerate(left)}
 
 
-def _config(record: dict[str, Any], minutes: float, order: dict[str, float], told: dict[str, Any]) -> RunConfig | None:
+def _config(
+    settings: RemovalConfig, record: dict[str, Any], minutes: float, order: dict[str, float], told: dict[str, Any]
+) -> RunConfig | None:
     """The taper that fits; None, and why in `told`, where too few steps do."""
-    settings, out = record["settings"], Path(record["settings"]["out"])
+    out = Path(settings.out)
     block = record["data"]["block"]
     batch = max(1, _TOKENS // block)
     seconds = _seconds_per_step(record["norm_free_model"], batch, block)
@@ -92,10 +83,10 @@ def _config(record: dict[str, Any], minutes: float, order: dict[str, float], tol
             f"{LEAST} are the least; --minutes {wanted:.0f} would hold these, and more are better."
         )
         return None
-    named = settings["data"] or ()
+    named = settings.data or ()
     data = [named] if isinstance(named, str) else [*named]
     # Column and split are of the texts that were named; what the model wrote has its own.
-    usual = not named or (settings["text_column"] == "text" and settings["split"] is None)
+    usual = not named or (settings.text_column == "text" and settings.split is None)
     data += [str(out / "text")] if usual and record["data"].get("self_generated") else []
     return RunConfig(
         kind="taper",
@@ -106,13 +97,13 @@ def _config(record: dict[str, Any], minutes: float, order: dict[str, float], tol
         steps=steps,
         batch=batch,
         block=block,
-        keep=tuple(settings["keep"]),
+        keep=settings.keep,
         uniformity_weight=0.01,
         stagger=0.5 if len(order) > 1 else 0.0,
         order=order,
-        text_column=settings["text_column"] if named else "text",
-        split=settings["split"] if named else None,
-        eval_tokens=settings["eval_tokens"],
+        text_column=settings.text_column if named else "text",
+        split=settings.split if named else None,
+        eval_tokens=settings.eval_tokens,
     )
 
 

@@ -112,19 +112,25 @@ def _prefix(
 def pretrain_model(size: str, tokenizer: Any, seed: int) -> LlamaForCausalLM:
     """A Llama of one of the `SIZES` with random weights; the same seed gives the same weights."""
     width, layers, _, context = SIZES[size]
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return random_llama(width, layers, len(tokenizer), context, seed, **ids)
+
+
+def random_llama(
+    width: int, layers: int, vocabulary: int, context: int, seed: int = 0, **more: Any
+) -> LlamaForCausalLM:
+    """A Llama with tied embeddings and random weights, in the proportions of the `SIZES`. more: of its config."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer),
+            vocab_size=vocabulary,
             hidden_size=width,
             intermediate_size=width * 8 // 3 // 16 * 16,
             num_hidden_layers=layers,
             num_attention_heads=max(4, width // 32),
             max_position_embeddings=context,
             tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            **more,
         )
     )
 

@@ -37,6 +37,20 @@ def render(template: str, view: Mapping[str, Any]) -> str:
     return environment.get_template(template).render(view)
 
 
+def page_path(name: str, out: Path | None) -> Path:
+    """Where a page goes: `out`; a file called `name` in it where it is a folder, or here without one.
+
+    Raises:
+        ValueError: the folder that it would be in is not there, or `out` is a file of another kind.
+    """
+    path = Path(name) if out is None else out / name if out.is_dir() else out
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--out {path}: the page needs a name that ends in .html, or a folder that is there")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {path.parent}; make it first")
+    return path
+
+
 def format_loss(value: Any) -> str:
     """A loss in nats with four decimals; "NaN" or "∞" if it is that, "not measured" if there is none."""
     return finite(value, lambda v: f"{v:.4f}" if abs(v) < 1e4 else f"{v:,.0f}")

@@ -257,27 +257,14 @@ def _measured(found: Survey) -> list[Any]:
 # As a page
 
 
-def page_path(model: str, out: Path | None) -> Path:
-    """Where the page goes: `out`; `inspect-<model>.html` in it where it is a folder, or here without one.
-
-    Raises:
-        ValueError: the folder that it would be in is not there, or `out` is a file of another kind.
-    """
+def page_name(model: str) -> str:
+    """`inspect-<model>.html`, of a folder, an id or a file."""
     name = re.sub(r"[^\w.-]+", "-", re.sub(r"\.(bin|gguf)$", "", Path(model).name)).strip("-.") or "model"
-    path = Path(f"inspect-{name}.html") if out is None else out / f"inspect-{name}.html" if out.is_dir() else out
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--out {path}: the page needs a name that ends in .html, or a folder that is there")
-    if not path.parent.is_dir():
-        raise ValueError(f"--out {path}: there is no folder {path.parent}; make it first")
-    return path
+    return f"inspect-{name}.html"
 
 
 def write_page(seen: Look, path: Path) -> Path:
-    """Write the page and return its path.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write the page and return its path."""
     found, data = seen.found, to_dict(seen)
     sites = _measured(found)
     rows = [{**row, "number": i} for i, row in enumerate((r for r in data["sites"] if "scale" in r), 1)]
@@ -301,8 +288,5 @@ def write_page(seen: Look, path: Path) -> Path:
         },
         "versions": {"tapernorm": __version__, "torch": torch.__version__},
     }  # fmt: skip
-    try:
-        path.write_text(render("survey.html.j2", view), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    path.write_text(render("survey.html.j2", view), encoding="utf-8")
     return path
