@@ -188,8 +188,9 @@ def test_missing_extras_are_named(call: Call, place: Path, tmp_path: Path, monke
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_no_network(place: Path) -> None:
-    """The hub cannot be reached: at once, and with what to pass instead."""
+    """The hub cannot be reached: within its library's own patience, and with what to pass instead."""
     script = (
         "import sys\nfrom tapernorm.cli import main\n"
         "for line in sys.argv[1:]:\n    sys.argv = ['tapernorm', *line.split()]\n"

@@ -44,6 +44,7 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_processes() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     done = subprocess.run(

@@ -11,7 +11,8 @@
     prefix_shapes   attention modules that hold them, with (heads, tokens, width of a key, width of a value)
     fused_linears   module -> {linear map: those of the stock class that it stands for}; they read one tensor
 
-The file imports nothing but torch and transformers, so that its copy in a model folder works alone:
+The file imports nothing but torch and transformers, so that its copy in a model folder works alone, and is one file for
+that reason, however long:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
@@ -93,7 +94,8 @@ class ModelMixin(_ModelBase):
         if config.tapered is not None:
             raise ValueError(
                 f"{config.name_or_path or 'this checkpoint'}: the norms of this model are not removed yet, only "
-                "tapered; load it with `tapernorm.from_pretrained(folder)` (pip install tapernorm), then fold it"
+                "tapered; load it with `tapernorm.from_pretrained(folder)` (pip install tapernorm), then train on "
+                "or fold it"
             )
         ties = type(self)._tied_weights_keys or {}  # on the instance before post_init, which ties by it
         self._tied_weights_keys = {k: v for k, v in ties.items() if k not in config.untied} or None
@@ -103,16 +105,25 @@ class ModelMixin(_ModelBase):
     @classmethod
     def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
         """As the stock method; but what it would only warn of is an error: norms that grow back where the folder has
-        none, and, for the class that was saved, any weight too few or too many: a ValueError."""
+        none, and, for the class that was saved, any weight too few or too many.
+
+        Raises:
+            ValueError: config.json and the weights beside it are not of one model.
+        """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         whole = cls.__name__ in (model.config.architectures or ())
         missing = sorted(name for name in info["missing_keys"] if whole or is_in_norm(model, name))
         odd = sorted(info["unexpected_keys"]) if whole else []
-        if missing or odd:
-            what = f"config.json knows no place for {len(odd)} of the weights beside it"
-            what = f"{len(missing)} weights of {cls.__name__} are missing from it" if missing else what
-            why = f"such as {(missing or odd)[0]}; config.json and the weights beside it are not of one model"
-            raise ValueError(f"{model.name_or_path}: {what}, {why}")
+        if missing:
+            raise ValueError(
+                f"{model.name_or_path}: {len(missing)} weights of {cls.__name__} are missing from it, such as "
+                f"{missing[0]}; config.json and the weights beside it are not of one model"
+            )
+        if odd:
+            raise ValueError(
+                f"{model.name_or_path}: config.json knows no place for {len(odd)} of the weights beside it, such as "
+                f"{odd[0]}: the two are not of one model"
+            )
         return (model, info) if output_loading_info else model
 
     def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
@@ -310,11 +321,15 @@ for _name, (_attention, _mask) in ATTENTIONS.items():
     AttentionMaskInterface.register(ATTENTION + _name, _mask_with_prefix(_mask))
 
 
-def heads(base_type) -> dict[str, str]:
+def heads(base_type):
     """`{auto class: stock class}`, by name, of one family: transformers' own tables, no model code is imported."""
-    tables = {n: getattr(a, "_model_mapping", None) for n, a in vars(modeling_auto).items() if n[:9] == "AutoModel"}
-    found = {name: table._model_mapping.get(base_type) for name, table in tables.items() if table is not None}
-    return {name: stock for name, stock in found.items() if isinstance(stock, str)}
+    found: dict[str, str] = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None) if name.startswith("AutoModel") else None
+        stock = mapping._model_mapping.get(base_type) if mapping is not None else None
+        if isinstance(stock, str):
+            found[name] = stock
+    return found
 
 
 def share_conversions(old, new):
@@ -356,7 +371,7 @@ def make_model(name, stock):
     own["_can_set_attn_implementation_cached_value"] = stock._can_set_attn_implementation()
     own["_can_set_experts_implementation_cached_value"] = stock._can_set_experts_implementation()
     made = type(name, (ModelMixin, stock), own)
-    body = str(heads(config_class.base_model_type).get("AutoModel", stock.__name__))
+    body: Any = heads(config_class.base_model_type).get("AutoModel", stock.__name__)
     if body == stock.__name__:  # generic heads build their body by AutoModel.from_config, which passes no flag
         modeling_auto.AutoModel.register(config_class, made, exist_ok=True)
     else:
