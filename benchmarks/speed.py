@@ -31,7 +31,9 @@ def build(size: str, **more: Any) -> transformers.LlamaForCausalLM:
     return random_llama(*SIZES[size], **more).eval()
 
 
-def settings(size: str, device: torch.device, compile: bool, whole: bool, rounds: int) -> list[Setting]:
+def settings(
+    size: str, device: torch.device, compile: bool, whole: bool, rounds: int, batches: list[int]
+) -> list[Setting]:
     """What is measured of one size. whole: the table of all modes, caches and lengths."""
 
     def make(mode: str, batch: int, cache: str, prompt: int) -> Setting:
@@ -39,7 +41,7 @@ def settings(size: str, device: torch.device, compile: bool, whole: bool, rounds
         return Setting(mode, batch, cache, prompt, compile=how, rounds=rounds)
 
     caches = ("dynamic", "static") if whole or compile else ("dynamic",)
-    made = [make("decode", batch, cache, 16) for cache in caches for batch in (1, 4)]
+    made = [make("decode", batch, cache, 16) for cache in caches for batch in batches]
     if whole:
         made += [make("last-token", batch, "none", length) for batch in (1, 4) for length in (128, 256, 512)]
         made += [make("prefill", batch, "dynamic", length) for batch in (1, 4) for length in (128, 512)]
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--arm", choices=("internal", "all"), default="internal")
     parser.add_argument("--eager", action="store_true", help="nothing compiled, which is most of the time it takes")
     parser.add_argument("--whole", action="store_true", help="all modes, caches and lengths")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="sequences together, when decoding")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", help="cpu or cuda; default: a GPU where there is one")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
@@ -68,7 +71,7 @@ def main() -> None:
     for size in options.size:
         model = build(size).to(device, DTYPES[options.dtype])
         models = variants(model, arm=options.arm, again=True)
-        for setting in settings(size, device, not options.eager, options.whole, options.rounds):
+        for setting in settings(size, device, not options.eager, options.whole, options.rounds, options.batch):
             rows = [{**row, "arm": options.arm} for row in measure(models, [setting], size)]
             if options.csv is not None:
                 append_csv(options.csv, rows)  # at once: what was measured is not lost

@@ -1,4 +1,4 @@
-"""Write speed.md from benchmarks/results/speed.csv and graph_counts.csv.
+"""Write speed.md from the CSV files in benchmarks/results.
 
 python docs/speed.py
 """
@@ -18,6 +18,7 @@ KEYS = (
     "date", "device", "threads", "torch", "transformers", "python", "dtype", "attention", "arm", "model", "mode",
     "batch", "cache", "prompt", "new_tokens", "compile_mode",
 )  # fmt: skip
+TABLES = ("speed", "graph_counts", "step_profile", "generate", "scale", "start")
 Row = dict[str, str]
 
 HEAD = """\
@@ -57,8 +58,8 @@ What taking the norms out is worth in tokens a second, measured so that the answ
 - Rows that differ in date, device, threads, versions, dtype, attention, mode, batch, cache, lengths or compile mode are
   in different tables, and must not be compared.
 
-This page is made by `python docs/speed.py` from the rows in `benchmarks/results`, which `benchmarks/speed.py` and
-`benchmarks/graph_counts.py` append; on a GPU `sh benchmarks/gpu.sh OUT`.
+This page is made by `python docs/speed.py` from the rows in `benchmarks/results`, which the scripts in `benchmarks`
+append; on a GPU `sh benchmarks/gpu.sh OUT`.
 """
 
 COUNTS = """\
@@ -71,6 +72,63 @@ kernel, a copy or a fill. A layer is a decoder layer, the median of all.
 
     tapernorm bench MODEL --counts
 """
+
+PROFILE = """\
+## Where the time of a step goes
+
+One decoded token, batch 1, dynamic cache, one thread; processor time, medians of {rounds} rounds in which all take turns.
+The parts are found by leaving them out: the MLPs, the attention, the calls around them with norms and sums, and the
+rest (embedding, masks, rotary tables, last norm, head).
+
+    python benchmarks/step_profile.py --csv benchmarks/results/step_profile.csv
+
+| model | variant | ratio | step, ms | MLPs | attention | calls, norms, sums | rest |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
+"""
+
+GENERATING = """\
+## Writing text
+
+What a user meets, from the prompt to the last token: transformers' `generate` as it is, on the stock model, against
+[`tapernorm.generate`](generating.md) on the folded one, whose step is compiled and kept on disk. Most of the difference
+is the compiled step, and only a part the missing norms.
+
+    python benchmarks/generate.py --csv benchmarks/results/generate.csv
+
+| model | parameters | stock, tokens/s | folded and compiled | ratio [p20, p80] | first time, s | same tokens |
+| --- | ---: | ---: | ---: | ---: | ---: | --- |
+"""
+
+SCALE = """\
+## Time and memory of the rest
+
+What finding, tapering, folding and saving take from a million to three billion parameters (bfloat16 Llamas with random
+weights, each measurement a process of its own; memory above what the imports take). Both grow as the model does. From
+100 million parameters on no peak is above {peak:.2f} times the weights.
+
+    python benchmarks/scale.py --csv benchmarks/results/scale.csv --plot docs/scale.svg
+
+![Seconds and peak memory against parameters](scale.svg)
+
+| model | parameters | weights, MB | find_sites, s | taper_, s | fold_, s | save, s | largest peak / weights |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+"""
+
+START = """\
+## Start
+
+Whole processes, the median of {times}. Whatever builds a model waits for torch and transformers to be imported first.
+
+    python benchmarks/start.py --csv benchmarks/results/start.csv
+
+| command | seconds |
+| --- | ---: |
+"""
+COMMANDS = {
+    "help": "`tapernorm --help`",
+    "import": "`import transformers.models.llama.modeling_llama` alone",
+    "inspect": "`tapernorm inspect` of a local model of a million parameters",
+}
 
 READING = """\
 ## Reading them
@@ -98,8 +156,14 @@ def rows_of(name: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def page(speeds: list[Row], counts: list[Row]) -> str:
-    """The text of speed.md."""
+def measured() -> dict[str, list[Row]]:
+    """The rows of every file."""
+    return {name: rows_of(f"{name}.csv") for name in TABLES}
+
+
+def page(tables: dict[str, list[Row]]) -> str:
+    """The text of speed.md, from the rows of each file."""
+    speeds, counts = tables["speed"], tables["graph_counts"]
     parts = [HEAD, "## Tokens a second\n"]
     if not speeds:
         parts.append("No rows yet: `python benchmarks/speed.py --csv benchmarks/results/speed.csv`.\n")
@@ -110,8 +174,49 @@ def page(speeds: list[Row], counts: list[Row]) -> str:
             parts.append(_speed_table([row for row in own if _key(row, KEYS) == key]))
     parts.append(COUNTS)
     parts += _count_tables(counts) if counts else ["No rows yet: `python benchmarks/graph_counts.py --csv ...`.\n"]
+    others = {"step_profile": _profile, "generate": _generating, "scale": _scale, "start": _start}
+    parts += [write(tables[name]) for name, write in others.items() if tables[name]]
     parts.append(READING)
     return "\n".join(parts)
+
+
+def _profile(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        parts = [f"{float(row[f'{name}_ms']):.2f}" for name in ("step", "mlp", "attention", "calls", "rest")]
+        lines.append(f"| {row['size']} | `{row['variant']}` | {float(row['ratio']):.2f} | " + " | ".join(parts) + " |")
+    return PROFILE.format(rounds=rows[0]["rounds"]) + "\n".join(lines) + "\n"
+
+
+def _generating(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        stock, folded = (float(row[f"{name}_tokens_per_second"]) for name in ("stock", "folded"))
+        ratio = f"**{float(row['ratio']):.1f}** [{float(row['ratio_p20']):.1f}, {float(row['ratio_p80']):.1f}]"
+        same = "yes" if row["same_tokens"] == "True" else "no"
+        lines.append(
+            f"| {row['size']} | {int(row['parameters']):,} | {stock:,.0f} | {folded:,.0f} | {ratio} | "
+            f"{float(row['first_seconds']):.0f} | {same} |"
+        )
+    return GENERATING + "\n".join(lines) + "\n"
+
+
+def _scale(rows: list[Row]) -> str:
+    lines = []
+    large = max(float(row["peak_ratio"]) for row in rows if float(row["parameters"]) >= 1e8)
+    for (size,) in _distinct(rows, ("size",)):
+        own = {row["operation"]: row for row in rows if row["size"] == size}
+        build = own["build"]
+        seconds = [f"{float(own[name]['seconds']):.2g}" for name in ("find_sites", "taper", "fold", "save")]
+        peak = max(float(row["peak_ratio"]) for row in own.values())
+        start = f"| {size} | {int(build['parameters']):,} | {float(build['model_mb']):,.0f} | "
+        lines.append(start + " | ".join(seconds) + f" | {peak:.2f} |")
+    return SCALE.format(peak=large) + "\n".join(lines) + "\n"
+
+
+def _start(rows: list[Row]) -> str:
+    lines = [f"| {COMMANDS[row['command']]} | {float(row['seconds']):.2f} |" for row in rows]
+    return START.format(times=rows[0]["times"]) + "\n".join(lines) + "\n"
 
 
 def _key(row: Row, names: Iterable[str]) -> tuple[str, ...]:
@@ -204,5 +309,5 @@ def _count_cell(row: Row | None) -> str:
 
 
 if __name__ == "__main__":
-    text = page(rows_of("speed.csv"), rows_of("graph_counts.csv"))
+    text = page(measured())
     (HERE / "speed.md").write_text(text, encoding="utf-8")

@@ -123,7 +123,7 @@ def legend_above(fig: Figure, ax: Axes, width: int) -> None:
     """The names of the lines, in their colours, above the figure."""
     handles, labels = ax.get_legend_handles_labels()
     fig.legend(
-        handles, labels, loc="upper left", bbox_to_anchor=(0, 1), ncols=4 if width == WIDE else 2,
+        handles, labels, loc="upper left", bbox_to_anchor=(0.006, 1), ncols=4 if width == WIDE else 2,
         labelcolor="linecolor", handlelength=1.4, columnspacing=1.6, handletextpad=0.5,
     )  # fmt: skip
 
