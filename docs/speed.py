@@ -76,9 +76,9 @@ kernel, a copy or a fill. A layer is a decoder layer, the median of all.
 PROFILE = """\
 ## Where the time of a step goes
 
-One decoded token, batch 1, dynamic cache, one thread; processor time, medians of {rounds} rounds in which all take turns.
-The parts are found by leaving them out: the MLPs, the attention, the calls around them with norms and sums, and the
-rest (embedding, masks, rotary tables, last norm, head).
+One decoded token, batch 1, dynamic cache, one thread; processor time, medians of {rounds} rounds in which all take
+turns. The parts are found by leaving them out: the MLPs, the attention, the calls around them with norms and sums, and
+the rest (embedding, masks, rotary tables, last norm, head).
 
     python benchmarks/step_profile.py --csv benchmarks/results/step_profile.csv
 
