@@ -40,7 +40,6 @@ REFUSED = [
     ({"keep": None}, "keep=None must be a sequence"),
     ({"keep": (3,)}, "keep=.*3"),
     ({"prefix": 5}, "prefix=5 must be a sequence"),
-    ({"fixed": "linear"}, "fixed='linear' is not available"),
     ({"post": 1}, "post=1 must be True or False"),
     ({"prefix": (1, 2, 3, 4, 5)}, "at most 4 token ids"),
     ({"prefix": (-1,)}, "none below 0"),

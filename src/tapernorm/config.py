@@ -76,7 +76,8 @@ class TaperConfig:
         calibration: how the fixed scale c is found. `"lstsq"` is the paper's least squares over all tokens;
             `"robust"` weights a token by 1/r², so that no large token pulls c down; `"log"` is exp(−E log r).
         ema_decay: decay of the moving averages of the statistics, per optimizer step; 0 ≤ decay < 1.
-        fixed: shape of the fixed branch; only `"diagonal"`, the paper's c·γ̃, so far.
+        fixed: shape of the fixed branch: `"diagonal"`, the paper's c·γ̃, or `"linear"`, a matrix fitted at the end of
+            warm-up and trained from there (`tapernorm.linear_branch`); it folds at the same cost, none.
         anchor: `"absolute"`, λ·E[(s − s_tgt)²], or `"relative"`, λ·E[(s/s_tgt − 1)²].
         anchor_weight: λ. None means 0.1 for `arm="all"` and 0 for `arm="internal"`; 0 turns the anchor off.
         keep: glob patterns of norms to leave alone, matched against full module names.
@@ -102,7 +103,7 @@ class TaperConfig:
         guard_rewinds: how many times it is moved back before the run is stopped.
 
     Raises:
-        ValueError: a value out of its range or not among its choices; a value whose feature is not there yet.
+        ValueError: a value out of its range or not among its choices.
     """
 
     arm: Arm = "internal"
@@ -164,18 +165,6 @@ class TaperConfig:
         for field, least in (("guard_patience", 1), ("guard_rewinds", 0)):
             if not _is_count(getattr(self, field), least):
                 raise ValueError(f"{field}={getattr(self, field)!r} must be a whole number, at least {least}")
-        self._refuse_what_is_not_there()
-
-    def _refuse_what_is_not_there(self) -> None:
-        """An option that would be ignored is worse than one that is missing."""
-        missing = {
-            "fixed": self.fixed != "diagonal",
-        }
-        for field, asked in missing.items():
-            if asked:
-                raise ValueError(
-                    f"{field}={getattr(self, field)!r} is not available in this version; leave {field} out"
-                )
 
     @property
     def weight(self) -> float:

@@ -1,7 +1,7 @@
 """The one thing that knows about steps: it drives gates, statistics, calibration, losses and the guard.
 
     warm-up   gate 1; statistics gathered
-    k_w       c and s_tgt frozen, γ̃ ← γ, β̃ ← β, optimizer state of γ copied to γ̃
+    k_w       c and s_tgt frozen, γ̃ ← γ (or a fitted matrix), β̃ ← β, optimizer state of γ copied to γ̃
     taper     gates fall, all at once or one site after another
     k_t       all gates 0
 
@@ -11,6 +11,7 @@ may hold, slow or take back.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from tapernorm import optimizers, schedule
 from tapernorm.config import TaperConfig
 from tapernorm.guard import Guard, ResidualScale
+from tapernorm.linear_branch import LinearBranches
 from tapernorm.losses import ScaleAnchor
 from tapernorm.modules import TaperNorm, in_backward, taper_norms, uncompiled
 from tapernorm.sites import NormSite
@@ -63,6 +65,10 @@ class TaperController:
         self.guard = Guard(config) if config.guard_margin is not None else None
         self._inputs = Inputs()
         self._statistics = {name: SiteStatistics(m, config, self._inputs) for name, m in self.sites.items()}
+        self._maps = LinearBranches(self.sites, config.ema_decay) if config.fixed == "linear" else None
+        if self._maps is not None:
+            for name, statistics in self._statistics.items():
+                statistics.note = functools.partial(self._maps.add, name)
         self._average = Average(len(self.sites), len(FIELDS), config.ema_decay)
         self._worst = torch.zeros(len(self.sites), 3)  # r / median, position, token id, over warm-up and ranks
         self._optimizer: Any = None
@@ -212,8 +218,9 @@ class TaperController:
             state[f"gate.{name}"] = module.gate.detach().clone()
             state[f"c.{name}"] = module.fixed_norm.c.detach().clone()
             state[f"place.{name}"] = self.places[name]
-        if self.guard is not None:
-            state |= self.guard.state()
+        for part in (self.guard, self._maps):
+            if part is not None:
+                state |= part.state()
         if self.anchor is not None:
             state["anchor.target"] = self.anchor.target
             state["anchor.total"] = self.anchor.average.total.clone()
@@ -241,8 +248,9 @@ class TaperController:
         self._drop()
         if self._residual is not None:
             self._residual.take()
-        if self.guard is not None:
-            self.guard.load(state)
+        for part in (self.guard, self._maps):
+            if part is not None:
+                part.load(state)
         for name, module in self.sites.items():
             module.fixed_norm.c.copy_(state[f"c.{name}"])
             module.set_gate(float(state[f"gate.{name}"]))
@@ -300,7 +308,7 @@ class TaperController:
         """Forget what was gathered for this optimizer step."""
         for site in self._statistics.values():
             site.drop()
-        for part in (self.anchor, self.uniformity):
+        for part in (self.anchor, self.uniformity, self._maps):
             if part is not None:
                 part.drop()
 
@@ -322,8 +330,9 @@ class TaperController:
             logger.warning("step %d: %d batches were not finite: left out of the statistics", self.step_count + 1, lost)
         for module, c in zip(self.sites.values(), scale(self._average.value(), self.config.calibration), strict=True):
             module.fixed_norm.c.fill_(c)
-        if self.anchor is not None:
-            self.anchor.commit()
+        for part in (self.anchor, self._maps):
+            if part is not None:
+                part.commit()
 
     def _refuse_unmeasured(self, measured: Tensor) -> None:
         for name, is_measured in zip(self.sites, measured.tolist(), strict=True):
@@ -344,8 +353,8 @@ class TaperController:
 
     @torch.no_grad()
     def _calibrate(self) -> None:
-        for module in self.sites.values():
-            module.fixed_norm.weight.copy_(module.gain())
+        for name, module in self.sites.items():
+            module.fixed_norm.weight.copy_(module.gain() if self._maps is None else self._maps.solve(name))
             pairs = [
                 (module.probed.gain, module.fixed_norm.weight),
                 (module.probed.bias, module.fixed_norm.bias),
@@ -357,6 +366,8 @@ class TaperController:
                 if target is module.fixed_norm.bias:
                     target.copy_(parameter)
                 optimizers.copy_state(self._optimizer, parameter, target)
+        if self._maps is not None:
+            self._maps.forget()
         if self.anchor is not None:
             self.anchor.freeze()
         self.places = schedule.places(list(self.sites), self.config, self.spreads)

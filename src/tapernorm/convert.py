@@ -53,7 +53,9 @@ def taper_(model: nn.Module, config: TaperConfig | None = None, example: Any = N
         assert site.probed is not None  # choose() takes removable sites only
         neighbour = site.links[0] if site.removable or site.producer is None else site.producer
         like = model.get_parameter(neighbour.weight)
-        model.set_submodule(site.name, TaperNorm(model.get_submodule(site.name), site.probed, site.width, like=like))
+        linear = config.fixed == "linear"
+        tapered = TaperNorm(model.get_submodule(site.name), site.probed, site.width, like=like, linear=linear)
+        model.set_submodule(site.name, tapered)
     try:
         with evaluation(model):
             run(model, default_example(model) if example is None else example)

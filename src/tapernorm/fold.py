@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from tapernorm import adapters
 from tapernorm.convert import get_controller, guard_saving, release
 from tapernorm.fuse import find_groups, fuse_groups
-from tapernorm.modules import NO_EPS, FixedLinear, FixedScale, TaperNorm, evaluation, taper_norms
+from tapernorm.modules import NO_EPS, FixedLinear, TaperNorm, evaluation, taper_norms
 from tapernorm.prefix import prefix_of
 from tapernorm.products import backwards, claims, forwards, refuse_no_bias, rounded, targets
 from tapernorm.sites import NormSite, default_example, examine, run
@@ -138,7 +138,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False, fuse:
         max_abs_logit_error=error,
         relative_error=relative,
         bound=bound,
-        c={s.name: float(m.fixed_norm.c) for s, m in plan if isinstance(m.fixed_norm, FixedScale)},
+        c={s.name: float(m.fixed_norm.c) for s, m in plan if not isinstance(m.fixed_norm, FixedLinear)},
         kinds={site.name: site.kind for site in sites},
         roles={site.name: site.role for site in sites},
         fused=tuple(group.names for group in groups),
@@ -255,9 +255,10 @@ def _fixed_branch(module: TaperNorm) -> tuple[Tensor, Tensor | None]:
     """(c γ̃ [D] or A [D, D], β̃ [D] or None) in float64."""
     fixed = module.fixed_norm
     bias = fixed.bias.detach().double() if fixed.bias is not None else None
-    if isinstance(fixed, FixedLinear):
-        return fixed.weight.detach().double(), bias
-    return fixed.c.double() * fixed.weight.detach().double(), bias
+    scale = fixed.c.double() * fixed.weight.detach().double()
+    if isinstance(fixed, FixedLinear) and fixed.centred:
+        scale = scale - scale.mean(-1, keepdim=True)
+    return scale, bias
 
 
 def is_tied(model: nn.Module, link: Consumer) -> bool:

@@ -5,7 +5,8 @@
 
 With a seat belt κ (`TaperConfig.cap`), while 0 < g < 1, a token's c is c · min(1, κ/(c r)).
 
-(arXiv 2602.10408, section 3). h: [..., D]; γ, γ̃, β, β̃: [D]; g and c: one number a site, float32 always.
+(arXiv 2602.10408, section 3). h: [..., D]; γ, γ̃, β, β̃: [D]; g and c: one number a site, float32 always. With a linear
+fixed branch (`TaperConfig.fixed`) a matrix Γ̃, [D, D], stands for γ̃: c · Γ̃ h.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FixedScale(nn.Module):
 
     c: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, centred: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, centred: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.detach().clone())
         self.bias = nn.Parameter(bias.detach().clone()) if bias is not None else None
@@ -59,19 +60,17 @@ class FixedScale(nn.Module):
         return f"{tuple(self.weight.shape)}, bias={self.bias is not None}, centred={self.centred}"
 
 
-class FixedLinear(nn.Module):
-    """A h + b: a fixed branch that is a full matrix, the norm's gain included. It folds at the same cost, none.
+class FixedLinear(FixedScale):
+    """c · Γ̃ h, or c · Γ̃ (h − mean(h)) + β̃: a fixed branch that is a full matrix. It folds at the same cost, none.
 
-    A: [D, D]; b: [D] or None.
+    weight: Γ̃, [D, D]. The product is made in the dtype of h and weight, or in autocast's, as that of any linear map.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach().clone())
-        self.bias = nn.Parameter(bias.detach().clone()) if bias is not None else None
-
     def forward(self, h: Tensor) -> Tensor:
-        return nn.functional.linear(h, self.weight, self.bias)
+        x = h.to(torch.promote_types(h.dtype, self.weight.dtype))
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, (self.c * self.weight).to(x.dtype), bias)
 
 
 class TaperNorm(nn.Module):
@@ -89,12 +88,15 @@ class TaperNorm(nn.Module):
         probed: what `norm` computes, from `tapernorm.probe.probe`.
         width: D.
         like: a tensor of the model's dtype and device, for a norm that has no parameter to take them from.
+        linear: the fixed branch is a matrix.
     """
 
     gate: Tensor
-    fixed_norm: Any  # a FixedScale; a FixedLinear while `tapernorm.remove_` takes the norm out
+    fixed_norm: Any  # a FixedScale
 
-    def __init__(self, norm: nn.Module, probed: Norm, width: int, like: Tensor | None = None) -> None:
+    def __init__(
+        self, norm: nn.Module, probed: Norm, width: int, like: Tensor | None = None, linear: bool = False
+    ) -> None:
         super().__init__()
         self.norm = norm
         self.probed = probed
@@ -102,7 +104,8 @@ class TaperNorm(nn.Module):
         g = gain(norm, probed, width)
         bias = getattr(norm, probed.bias).reshape(width) if probed.bias else None
         own = next(norm.parameters(), g if like is None else like)
-        fixed = FixedScale(g.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
+        kind, weight = (FixedLinear, torch.diag(g)) if linear else (FixedScale, g)
+        fixed = kind(weight.to(own.device, own.dtype), bias, centred=probed.kind == "layer")
         # What its owner froze stays frozen; a norm without parameters goes with what surrounds it.
         fixed.requires_grad_(own.requires_grad or not isinstance(own, nn.Parameter))
         self.fixed_norm = fixed
@@ -144,6 +147,8 @@ class TaperNorm(nn.Module):
         fixed = self.fixed_norm
         x = h.to(torch.promote_types(h.dtype, torch.float32))
         gate = self.gate.to(x.dtype)  # 1 − g in float32 would be the largest error of a float64 model
+        if isinstance(fixed, FixedLinear):
+            return self._mix_linear(h, gate)
         a, k = (gate * self.gain()).to(x.dtype), ((1 - gate) * fixed.c * fixed.weight).to(x.dtype)
         shift = None
         if fixed.bias is not None:
@@ -156,6 +161,17 @@ class TaperNorm(nn.Module):
         else:
             y = _MixCentred.apply(x, a, k, torch.zeros_like(k) if shift is None else shift, self.probed.eps)
         return y.to(torch.promote_types(h.dtype, fixed.weight.dtype))
+
+    def _mix_linear(self, h: Tensor, gate: Tensor) -> Tensor:
+        fixed, x = self.fixed_norm(h), h.to(gate.dtype)
+        if self.cap is not None:
+            x = x - x.mean(-1, keepdim=True) if self.probed.kind == "layer" else x
+            r = torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.probed.eps)
+            held = (self.cap / (self.fixed_norm.c.to(x.dtype) * r)).clamp(max=1)
+            shift = 0 if self.fixed_norm.bias is None else self.fixed_norm.bias
+            fixed = held * (fixed - shift) + shift
+        y = torch.lerp(fixed.to(x.dtype), self.norm(h).to(x.dtype), gate)
+        return y.to(torch.promote_types(h.dtype, self.fixed_norm.weight.dtype))
 
     def _mix_capped(self, x: Tensor, a: Tensor, k: Tensor, shift: Tensor | None, cap: float) -> Tensor:
         if self.probed.kind == "layer":

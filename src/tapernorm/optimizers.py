@@ -79,5 +79,8 @@ def copy_state(optimizer: Any, source: nn.Parameter, target: nn.Parameter) -> No
         _copy_in_deepspeed(source, target)
         return
     state = {} if optimizer is None else optimizer.state
+    if source.numel() != target.numel():  # a matrix, which has no moments of its own yet and no use for a vector's
+        state.pop(target, None)
+        return
     for key, value in state.get(source, {}).items():
         state[target][key] = value.clone() if isinstance(value, Tensor) else value

@@ -69,7 +69,7 @@ class Search:
         self.growth: dict[str, float] = {}
         self.stands_out: dict[str, float] = {}  # the largest r / median at each norm of the original
         self.tried: list[tuple[int, float]] = []
-        self.best: dict[str, FixedScale | FixedLinear] = {}
+        self.best: dict[str, FixedScale] = {}
         self.best_writers: dict[str, Tensor] = {}
 
     def _find_writers(self) -> dict[str, str]:

@@ -117,7 +117,10 @@ class Plan:
         if gate != 0:
             raise FoldError(f"{name}: the gate is {gate:.4g}; fold when the taper is done and it is 0")
         c = self.tensors[f"{name}.fixed_norm.c"].read(whole).double()
-        weight = self.tensors[f"{name}.fixed_norm.weight"].read(whole).double()
+        stored = self.tensors[f"{name}.fixed_norm.weight"]
+        if len(stored.shape) != 1:
+            raise FoldError(f"{name}: its fixed branch is a matrix, which is folded in memory alone (--no-stream)")
+        weight = stored.read(whole).double()
         bias = self.tensors.get(f"{name}.fixed_norm.bias")
         branch = Branch(float(c), c * weight, None if bias is None else bias.read(whole).double())
         if not all(t is None or bool(torch.isfinite(t).all()) for t in (branch.scale, branch.bias)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ class SiteStatistics:
         self.module = module
         self.calibration = config.calibration
         self.inputs = inputs
+        self.note: Callable[[Tensor, Tensor | None], None] | None = None  # also given the tokens and their mask
         self.forwards: list[_Forward] = []
         self.earlier: Tensor | None = None  # the sums of forwards that are not kept any more, [10]
 
@@ -128,6 +129,9 @@ class SiteStatistics:
             square = squares.mean(-1)
             # Now: by the time of the sums the optimizer has changed the gain.
             energy = square if self.calibration == "log" else squares @ self.module.gain().to(x.dtype).pow(2)
+        if self.note is not None:
+            mask = self.inputs.mask_for(tokens)
+            self.note(x, None if mask is None else mask[::every])
         self.forwards.append(_Forward(square, energy, tokens, length, every, self.inputs.mask, self.inputs.ids))
         if len(self.forwards) == _KEPT:
             self.earlier, self.forwards = pending([self])[0], []
