@@ -2,14 +2,15 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/ranks.py KIND[,KIND...] OUT
 
-KIND: plain (one process), ddp, static (static_graph), fsdp (fully_shard on every layer; leaves a sharded checkpoint of
-step 5), resume (fsdp, from that checkpoint), trainer (TaperTrainer, by whatever launched it), zero1 and zero2
-(DeepSpeed).
+KIND: plain (one process), linear (a linear fixed branch, in DDP where there are several), ddp, static (static_graph),
+fsdp (fully_shard on every layer; leaves a sharded checkpoint of step 5), resume (fsdp, from that checkpoint), trainer
+(TaperTrainer, by whatever launched it), zero1 and zero2 (DeepSpeed).
 Rank 0 writes OUT/<kind>.pt.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -57,9 +58,10 @@ def rows(step: int) -> torch.Tensor:
 def loop(kind: str, out: Path) -> dict[str, Any]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     made = build().train()
-    controller = tn.taper_(made, CONFIG)
+    fixed: Any = "linear" if kind == "linear" else "diagonal"
+    controller = tn.taper_(made, dataclasses.replace(CONFIG, fixed=fixed))
     model: Any = made
-    if kind in ("ddp", "static"):
+    if kind in ("ddp", "static", "linear") and world > 1:
         model = torch.nn.parallel.DistributedDataParallel(made, static_graph=kind == "static")
     elif kind in ("fsdp", "resume"):
         for layer in made.model.layers:

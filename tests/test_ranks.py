@@ -68,8 +68,8 @@ def alone(out):
 
 @pytest.fixture(scope="module")
 def two(out, alone):
-    """On two processes: DDP, DDP with a static graph, FSDP2."""
-    kinds = ("ddp", "static", "fsdp")
+    """On two processes: DDP, DDP with a static graph, FSDP2, and DDP with a linear fixed branch."""
+    kinds = ("ddp", "static", "fsdp", "linear")
     torchrun(2, ",".join(kinds), out)
     return {kind: torch.load(out / f"{kind}.pt") for kind in kinds}
 
@@ -92,6 +92,12 @@ def test_two_processes_are_as_good_as_one(alone, two, kind):
     assert len(two[kind]["shown"]) == 2
     gates = [row[0] for row in two[kind]["shown"][0]]
     assert gates[0] == 1 and 0 < gates[4] < 1 and gates[-1] == 0
+
+
+def test_a_linear_branch_is_fitted_to_the_tokens_of_all_ranks(two, out):
+    agrees(two["linear"], ranks.loop("linear", out))
+    weights = {name: w for name, w in two["linear"]["weights"].items() if name.endswith("fixed_norm.weight")}
+    assert weights and all(w.dim() == 2 and bool((w - w.diagonal().diag()).any()) for w in weights.values())
 
 
 @pytest.mark.parametrize("stage", (1, 2))
