@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from tapernorm import TaperCallback, TaperConfig, TaperMixin, TaperTrainer, get_controller, hub, schedule, taper_
 from tapernorm.modules import taper_norms
-from trainers import CONFIG, STEPS, arguments, blocks, make, same, tiny
+from trainers import CONFIG, STEPS, arguments, blocks, make, masked_blocks, same, step_gradients, tiny
 
 
 class Recording(TaperTrainer):
@@ -70,35 +70,17 @@ def test_the_controller_follows_the_schedule(tmp_path):
 
 def anchor_gradient(folder, batch, accumulate, rows, **overrides):
     """What the anchor adds to the first step's gradient after the target was frozen, over 8 rows."""
-    gradients = []
-
-    class Catch(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            gradients.append([p.grad.clone() for p in model.parameters()])
-
     found = []
     for weight in (0.0, 0.5):
-        gradients.clear()
         config = TaperConfig(arm="all", warmup_steps=1, taper_steps=4, anchor_weight=weight)
-        trainer, *_ = make(
-            folder, config=config, data=rows, max_steps=2, per_device_train_batch_size=batch, max_grad_norm=0.0,
-            gradient_accumulation_steps=accumulate, learning_rate=0.0,
-        )  # fmt: skip
-        for name, value in overrides.items():
-            setattr(trainer, name, value)
-        trainer.add_callback(Catch())
-        trainer.train()
-        found.append(gradients[1])
+        found.append(step_gradients(folder, config, rows, batch, accumulate, steps=2, **overrides)[1])
     return [b - a for a, b in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("overrides", ({}, {"model_accepts_loss_kwargs": False}, {"loss_is_scaled_for_ga": False}))
 def test_the_anchor_is_the_same_for_one_batch_and_eight(tmp_path, overrides):
     """However the Trainer scales its own loss, and with rows of different lengths."""
-    rows = blocks(8)
-    for index, row in enumerate(rows):
-        row["attention_mask"] = (torch.arange(8) < 8 - index // 2).long()
-        row["labels"] = torch.where(row["attention_mask"] == 1, row["input_ids"], -100)
+    rows = masked_blocks()
     whole = anchor_gradient(tmp_path, 8, 1, rows)
     largest = max(float(g.abs().max()) for g in whole)
     assert largest > 1e-3

@@ -57,6 +57,34 @@ def make(folder, family="llama", config=CONFIG, kind=TaperTrainer, seed=0, data=
     return trainer, controller, watch
 
 
+def step_gradients(folder, config, data, batch, accumulate, steps=1, **overrides):
+    """The gradient of each optimizer step, with weights that stay. overrides: attributes of the trainer."""
+    found = []
+
+    class Catch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+
+    trainer, *_ = make(
+        folder, config=config, data=data, max_steps=steps, per_device_train_batch_size=batch, max_grad_norm=0.0,
+        gradient_accumulation_steps=accumulate, learning_rate=0.0,
+    )  # fmt: skip
+    for name, value in overrides.items():
+        setattr(trainer, name, value)
+    trainer.add_callback(Catch())
+    trainer.train()
+    return found
+
+
+def masked_blocks():
+    """Eight rows of different lengths."""
+    rows = blocks(8)
+    for index, row in enumerate(rows):
+        row["attention_mask"] = (torch.arange(8) < 8 - index // 2).long()
+        row["labels"] = torch.where(row["attention_mask"] == 1, row["input_ids"], -100)
+    return rows
+
+
 def same(a, b):
     assert a.keys() == b.keys()
     for key, value in a.items():

@@ -142,6 +142,8 @@ def taper(
     post: o.Post = False,
     allow_massive: o.Massive = False,
     prefix: o.Prefix = "auto",
+    distill: o.Distill = 0.0,
+    lora: o.Lora = None,
     uniformity_weight: o.Uniformity = 0.0,
     cap: o.Cap = None,
     stagger: o.Stagger = 0.0,

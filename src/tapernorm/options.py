@@ -83,6 +83,10 @@ Order = Annotated[str, typer.Option(help="Which go first when staggered: depth, 
 Guard = Annotated[
     float, typer.Option(help="Hold the gate where the loss is this many nats above the warm-up's. 0: no guard.")
 ]
+Distill = Annotated[float, typer.Option(help="Weight of a teacher, the original: KL of its next tokens, a token.")]
+Lora = Annotated[
+    int | None, typer.Option(help="Train adapters of this rank, then merge (pip install tapernorm[peft]).")
+]
 Baseline = Annotated[bool, typer.Option(help="Also train the model with its norms on the same batches.")]
 EvalTokens = Annotated[int, typer.Option(help="Tokens of validation text to measure on.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data order.")]

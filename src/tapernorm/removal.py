@@ -273,7 +273,7 @@ class _Work:
         count = max(1, config.eval_tokens // block)
         texts = {"validation": data.pack(text.validation, tokenizer, block, limit=count)}
         if config.other_data is not None:
-            other = data.load_text(config.other_data)
+            other = data.load_text(config.other_data, tokenizer=tokenizer)
             texts["other"] = data.pack(other.validation, tokenizer, block, limit=count)
         refuse_foreign_ids(texts["validation"], model)
         Chain(model, chosen, texts["validation"][:, : min(block, 16)])  # refuses what is no row of blocks

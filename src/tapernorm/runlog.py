@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import TrainerCallback
 
+from tapernorm.adapters import unwrapped
 from tapernorm.board import Board
 from tapernorm.controller import TaperController
+from tapernorm.distill import Teacher
 from tapernorm.losses import diagnose
+from tapernorm.packing import Blocks
 from tapernorm.sites import NormSite
 from tapernorm.verify import evaluate
 
@@ -30,28 +32,31 @@ class Diverged(RuntimeError):
 class RunLog(TrainerCallback):
     """Writes log.jsonl: a row every `every` steps, with the diagnostics, and the validation loss on every fifth.
 
-    With `events`, a folder, the same rows go there for TensorBoard.
+    With `events`, a folder, the same rows go there for TensorBoard. With a teacher, `divergence` is the mean KL to it
+    of the tokens since the last row.
     """
 
     def __init__(
         self,
         folder: Path,
-        validation: Tensor,
+        validation: Blocks,
         sites: list[NormSite],
         controller: TaperController | None,
         every: int,
         advance: Callable[..., None],
         events: Path | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.path = folder / "log.jsonl"
         self.controller = controller
+        self.teacher = teacher
         self.every = every
         self.advance = advance
         self.events = events
         self.board: Board | None = None
         quick = max(1, _QUICK // validation.shape[1])
         self.quick = validation[:quick]
-        self.watched = validation[:1, :_WATCHED]
+        self.watched = validation.ids[:1, :_WATCHED]
         self.sites = {s.name: (s.kind, s.eps) for s in sites if s.role in ("internal", "final")}
         self.final = next((s.name for s in sites if s.role == "final"), None)
         self.tokens = 0
@@ -87,7 +92,9 @@ class RunLog(TrainerCallback):
             "tokens_per_second": self.tokens / (time.perf_counter() - self.clock),
             "gate": self.controller.gate if self.controller else 1.0,
         }
-        last = state.global_step >= state.max_steps
+        if self.teacher is not None:
+            row["divergence"] = self.teacher.mean()
+        last, model = state.global_step >= state.max_steps, unwrapped(model)
         if self.controller is not None:
             row["c"] = self.controller.scales
             if self.controller.config.stagger:
@@ -97,7 +104,7 @@ class RunLog(TrainerCallback):
             found = dataclasses.asdict(diagnose(model, self.watched.to(device), self.sites, self.final))
             row |= found
         if state.global_step % (10 * self.every) == 0 or last:
-            row["eval_loss"] = evaluate(model, self.quick).loss
+            row["eval_loss"] = evaluate(model, self.quick.ids, labels=self.quick.labels).loss
         events = self.controller.events if self.controller is not None else []
         if new := [event for event in events if event["step"] > self.told]:
             row["events"], self.told = new, max(event["step"] for event in new)

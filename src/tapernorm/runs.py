@@ -4,6 +4,7 @@ RUN/run.json          what was asked for, on what, and everything that was measu
 RUN/<arm>/            one folder for each trained arm: log.jsonl, checkpoints, and `final`
 RUN/model/            the norm-free model
 RUN/text/             what the model wrote, where it was to write its own text
+RUN/<arm>/teacher/    what a teacher said of the text, while the arm is trained
 RUN/report.html       for people
 RUN/tensorboard/<arm> the rows of log.jsonl as events, where that was asked for
 """
@@ -12,21 +13,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import shlex
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tapernorm import bench, board, card, hub
+from tapernorm import bench, board, card, forecast, hub, lora
 from tapernorm.config import RunConfig
-from tapernorm.convert import taper_
+from tapernorm.convert import get_controller, taper_
+from tapernorm.distill import Teacher
 from tapernorm.fold import fold_
 from tapernorm.guard import GuardStop
 from tapernorm.material import Material, continuations, device, prepare
+from tapernorm.prefix import attach_prefix, prefix_of
 from tapernorm.progress import bar
 from tapernorm.record import Run
 from tapernorm.report import write_report
@@ -44,16 +49,21 @@ def execute(config: RunConfig, overwrite: bool = False, resume: bool = False) ->
         ValueError: bad input; nothing was written then.
         FoldError: the trained model cannot be folded; what was trained is in the run's folder.
         MassiveTokenError: see `TaperController.step`.
-        ImportError: `tensorboard` was asked for, and its package is not there; nothing was written then.
+        ImportError: `tensorboard` or `lora` was asked for, and its package is not there; nothing was written then.
         GuardStop: the run did not recover (the last sound model is in `RUN/<arm>/sound`), or the guard slowed the
             taper so far that its end was not reached.
     """
     run = Run.open(config, overwrite, resume)
     if config.tensorboard:
         board.require()
+    if config.lora:
+        lora.require()
     if resume and run.record.get("status") == "done":
         return run.record
     material = prepare(config, resume)
+    if config.kind == "taper":
+        baseline = material.facts["baseline_arm"]
+        forecast.announce(config, material, baseline, lambda: _trainable(config, material, material.build()))
     run.begin("tapernorm.runs.execute", **material.facts)
     material.gathered.save(run.folder)
     try:
@@ -73,7 +83,8 @@ def _work(run: Run[RunConfig], material: Material) -> None:
     def measure(name: str, model: nn.Module) -> None:
         if name not in losses:
             with bar(f"loss of {name}", len(material.validation) // 8 + 1) as advance:
-                losses[name] = evaluate(model, material.validation, progress=advance).to_dict()
+                blocks = material.validation
+                losses[name] = evaluate(model, blocks.ids, progress=advance, labels=blocks.labels).to_dict()
             run.update(losses=losses)
 
     if config.kind == "taper":
@@ -97,6 +108,8 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
         return hub.from_pretrained(final)[0].to(device())
     model = material.build()
     controller = taper_(model, dataclasses.replace(taper.taper, prefix=material.prefix)) if taper is not None else None
+    trained = _trainable(config, material, model)
+    teacher = _teacher(config, material, folder / "teacher") if controller is not None and config.distill else None
     every = max(1, config.steps // 100)
     width = model.config.hidden_size
     rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
@@ -125,10 +138,10 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
         disable_tqdm=True,
         report_to=[],
     )
-    dataset: Any = [{"input_ids": row, "labels": row} for row in material.train]
-    kind = Trainer if controller is None else TaperTrainer
+    dataset: Any = material.train.rows()
+    kind: Any = Trainer if controller is None else functools.partial(TaperTrainer, teacher=teacher)
     trainer = kind(
-        model=model,
+        model=trained,
         args=arguments,
         train_dataset=dataset,
         data_collator=default_data_collator,  # blocks are full: nothing to pad, and a tokenizer may have no pad token
@@ -138,7 +151,8 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
         trainer.remove_callback(unwanted)
     with bar(name, config.steps) as advance:
         events = run.folder / "tensorboard" / name if config.tensorboard else None
-        trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance, events))
+        log = RunLog(folder, material.validation, material.sites, controller, every, advance, events, teacher)
+        trainer.add_callback(log)
         checkpoint = last_checkpoint(folder)
         started = time.perf_counter()
         try:
@@ -159,29 +173,48 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
             f"{name}: the guard slowed the taper, and it ended at gate {controller.gate:.2f} instead of 0 after "
             f"{config.steps} steps; raise steps, or see the events in {run.folder / 'run.json'}"
         )
+    model = lora.merge_lora(trained) if config.lora else model
     hub.save_pretrained(model, final, tokenizer=material.tokenizer, overwrite=True)
-    for path in folder.glob("checkpoint-*"):
-        shutil.rmtree(path)
+    for path in (*folder.glob("checkpoint-*"), folder / "teacher"):
+        shutil.rmtree(path, ignore_errors=path.name == "teacher")  # there may be none
     return model.eval()
+
+
+def _trainable(config: RunConfig, material: Material, model: Any) -> Any:
+    """The model, or, with LoRA, what is trained of it: of one with its norms the gains as well, as of a tapered one."""
+    if not config.lora:
+        return model
+    gains = () if get_controller(model) else (s.name for s in material.sites if s.role in ("internal", "final"))
+    return lora.add_lora(model, config.lora, gains, config.seed)
+
+
+def _teacher(config: RunConfig, material: Material, folder: Path) -> Teacher:
+    """The original, with the prefix that the student has."""
+    original = material.build().to(device())
+    if material.prefix and material.prefix != prefix_of(original):
+        attach_prefix(original, material.prefix)
+    teacher = Teacher(original, config.distill)
+    teacher.keep(folder, *material.train.shape)
+    return teacher
 
 
 def _finish(run: Run[RunConfig], material: Material, unfolded: Any) -> None:
     """Fold, save, load again, verify, measure."""
     folder = run.folder / "model"
     folded = copy.deepcopy(unfolded)
-    ids = material.validation[:2].to(device())
-    example = {"input_ids": ids, "labels": ids}
+    few = material.validation[:2]
+    example = {"input_ids": few.ids.to(device()), "labels": few.labels.to(device())}
     report = fold_(folded, example=example)
     hub.save_pretrained(folded, folder, tokenizer=material.tokenizer, overwrite=True)
     run.update(fold=report.to_dict(), norm_free_model=str(folder))
     loaded, _ = hub.from_pretrained(folder, device=device())  # what was written is what is judged
-    run.update(verify=verify(unfolded, loaded, material.validation[:16]).to_dict())
+    run.update(verify=verify(unfolded, loaded, material.validation.ids[:16]).to_dict())
     with bar("decoding speed", 2 * (_ROUNDS + 1)) as advance:
         models = bench.variants(unfolded)
         rows = []
         for batch in (1, 4):
             rows += bench.bench(models, batch=batch, rounds=_ROUNDS, name=run.record["model"]["name"], progress=advance)
-    samples = continuations(loaded, material.tokenizer, material.validation, count=3, new_tokens=48)
+    samples = continuations(loaded, material.tokenizer, material.validation.ids, count=3, new_tokens=48)
     run.update(bench={"rows": rows}, samples=[{"prompt": prompt, "text": text} for prompt, text in samples])
     prompt = samples[0][0]
     run.update(generate_command=f"tapernorm generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}")

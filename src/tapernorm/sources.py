@@ -88,14 +88,14 @@ def gather(
     """The text that a run asks for, read or written. Says on stderr that the model writes.
 
     Args:
-        model, tokenizer: of a run that may ask the model to write; device: where it does that.
+        model, tokenizer: of a run that may ask the model to write, or whose text are chats; device: where it writes.
         resume: take what the model wrote for the run in `asked.out`, where that is there.
 
     Raises:
         ValueError: as `load_text` and `tapernorm.self_text.write_text`.
     """
     named = (asked.data,) if isinstance(asked.data, str) else asked.data or ()
-    texts = [load_text(source, asked.text_column, asked.split) for source in named]
+    texts = [load_text(source, asked.text_column, asked.split, tokenizer=tokenizer) for source in named]
     own = None
     if asked.self_generate is not None:
         own = _own(asked, model, tokenizer, device, Path(asked.out) / "text" if resume else None)

@@ -50,7 +50,7 @@ def look(model: str, text: str, tokens: int, column: str = "text", split: str | 
         raise ValueError(f"{model} has no tokenizer beside it; put its tokenizer's files into the folder")
     if get_controller(loaded) is not None:
         raise ValueError(f"{model} is tapered; give the original model, or a folded one")
-    ids = text_ids(loaded, tokenizer, load_text(text, column, split).train, tokens)
+    ids = text_ids(loaded, tokenizer, load_text(text, column, split, tokenizer=tokenizer).train, tokens)
     if int(ids.max()) >= loaded.config.vocab_size:
         raise ValueError(
             f"the tokenizer makes ids up to {int(ids.max())}, and the model knows {loaded.config.vocab_size}: "

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from tapernorm import hub
 from tapernorm.controller import TaperController
 from tapernorm.convert import get_controller
+from tapernorm.distill import Teacher
 from tapernorm.guard import GuardStop
 from tapernorm.statistics import gather
 
@@ -103,22 +104,26 @@ class TaperMixin:
     """Adds the controller's losses and its state to a Trainer. Put it before the Trainer class.
 
     The scale loss is λ times the mean over all real tokens of an optimizer step, over micro-batches and processes,
-    however the Trainer scales its own loss; the uniformity loss likewise.
+    however the Trainer scales its own loss; the uniformity loss and a teacher's likewise.
 
     Args:
         controller: the controller of the model; found on the model if None.
+        teacher: the original model, to hold the tapered one to (`tapernorm.distill`).
 
     Raises:
         ValueError: the model is not tapered.
     """
 
-    def __init__(self, *args: Any, controller: TaperController | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, controller: TaperController | None = None, teacher: Teacher | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         trainer: Any = self
         found = controller or controller_of(trainer.model)
         if found is None:
             raise ValueError("the model is not tapered: call tapernorm.taper_(model, config) before making the trainer")
         self.controller = found
+        self.teacher = teacher
         self._step_tokens = 1.0
         self._taper_callback = TaperCallback(found)
         self._taper_callback.losses = []
@@ -150,9 +155,10 @@ class TaperMixin:
         return f"The last sound model, at gate {self.controller.gate:.2f}, is in {folder}"
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """As the Trainer's; counts the real tokens of the step, for the mean of the controller's losses."""
+        """As the Trainer's; counts the real tokens of the step, for the mean of the losses beside its own."""
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        if self.controller.anchor is not None or self.controller.uniformity is not None:
+        parts = (self.controller.anchor, self.controller.uniformity, self.teacher)
+        if any(part is not None for part in parts):
             trainer: Any = self
             local = torch.tensor(float(sum(_tokens(s) for s in samples)), device=trainer.accelerator.device)
             # Each process's gradients are averaged with the others', so its share is measured by the mean.
@@ -162,7 +168,7 @@ class TaperMixin:
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As the Trainer's, plus the controller's losses in training; never in evaluation."""
+        """As the Trainer's, plus the controller's losses and the teacher's in training; never in evaluation."""
         trainer: Any = self
         loss, outputs = super().compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
@@ -179,6 +185,9 @@ class TaperMixin:
         if self.controller.guard is not None:
             self._taper_callback.losses.append(loss.detach().float() / parts)  # type: ignore[union-attr]
         added, _ = self.controller.take_losses()
+        if self.teacher is not None:
+            taught = self.teacher.loss(_logits(outputs), inputs)
+            added = taught if added is None else added + taught
         if added is not None:
             loss = loss + added / self._step_tokens * parts
         return (loss, outputs) if return_outputs else loss
@@ -256,6 +265,17 @@ def _whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The state of a module, sharded parameters gathered."""
     for name, value in module.state_dict().items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _logits(outputs: Any) -> Tensor:
+    """What a teacher's tokens are compared with."""
+    logits = outputs.get("logits") if hasattr(outputs, "get") else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            "a teacher needs the logits of the model, and its output has none; turn off what computes the loss without "
+            "them (use_liger_kernel), or train without a teacher"
+        )
+    return logits
 
 
 def _tokens(sample: Any) -> int:

@@ -60,13 +60,21 @@ class Verification:
         return dataclasses.asdict(self)
 
 
-def evaluate(model: nn.Module, blocks: Tensor, batch: int = 8, progress: Callable[[], None] | None = None) -> Losses:
-    """The losses of a causal language model over token blocks. blocks: [N, T] ids.
+def evaluate(
+    model: nn.Module,
+    blocks: Tensor,
+    batch: int = 8,
+    progress: Callable[[], None] | None = None,
+    labels: Tensor | None = None,
+) -> Losses:
+    """The losses of a causal language model over token blocks. blocks: [N, T] ids; labels: [N, T], −100 where a token
+    does not count (padding, at the end of a block alone, is such a one), or None: all count.
 
     Raises:
         ValueError: blocks are shorter than two tokens.
     """
-    return summarise(losses_of(model, blocks, batch, progress))
+    losses = losses_of(model, blocks, batch, progress)
+    return summarise(losses if labels is None else losses[labels[:, 1:] != -100])
 
 
 def losses_of(model: nn.Module, blocks: Tensor, batch: int = 8, progress: Callable[[], None] | None = None) -> Tensor:

@@ -34,7 +34,7 @@ def run(options: dict[str, Any]) -> None:
     if options["data"] is not None:
         length = min(_LENGTH, context_length(model))
         blocks = blocks_of(model, tokenizer, options["data"], options["text_column"], options["split"], length, _BLOCKS)
-        chosen["ids"] = blocks
+        chosen["ids"] = blocks.ids
     record = export(model, out, name, tokenizer=tokenizer, overwrite=options["overwrite"], **chosen)
     if options["as_json"]:
         return print_json(record.to_dict())
