@@ -255,7 +255,7 @@ class RunConfig:
         warmup_steps, taper_steps: of the gate; None: a quarter and a half of the run for pretrain, a twentieth and
             a quarter for taper.
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
-        uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless its
+        fixed, uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless its
             margin is 0.
         distill: for taper, the weight of the KL to a teacher, the original model (`tapernorm.distill`); 0: none.
         lora: for taper, the rank of adapters that are trained in place of the linear maps (`tapernorm.lora`).
@@ -283,6 +283,7 @@ class RunConfig:
     warmup_steps: int | None = None
     taper_steps: int | None = None
     calibration: str = "robust"
+    fixed: str = "diagonal"
     anchor: str | None = None
     anchor_weight: float | None = None
     keep: tuple[str, ...] = ()
@@ -358,6 +359,7 @@ class RunConfig:
             warmup_steps=warmup,
             taper_steps=taper,
             calibration=self.calibration,  # type: ignore[arg-type]
+            fixed=self.fixed,  # type: ignore[arg-type]
             # The scale moves while a model is trained: a tenth of the warm-up is as far as the average looks back.
             ema_decay=min(0.99, max(0.0, 1 - 10 / warmup)) if warmup else 0.0,
             anchor=self.anchor or ("relative" if self.kind == "taper" else "absolute"),  # type: ignore[arg-type]

@@ -71,6 +71,7 @@ WarmupSteps = Annotated[
     int | None, typer.Option(help="Steps at gate 1. Default: 1/4 of a pretraining, 1/20 of a taper.")
 ]
 TaperSteps = Annotated[int | None, typer.Option(help="Steps in which the gate falls. Default: 1/2 or 1/4.")]
+Fixed = Annotated[str, typer.Option(help="Fixed branch: diagonal, or linear, a matrix; it folds all the same.")]
 Calibration = Annotated[str, typer.Option(help="How c is found: robust, lstsq or log.")]
 Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relative. Default: by command.")]
 AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
