@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,14 +27,7 @@ def test_measuring_leaves_the_weights_and_the_random_numbers_alone() -> None:
 
 
 @pytest.mark.parametrize("asked", [("--arm", "all"), ("--arm", "internal", "--no-baseline")], ids=["all", "internal"])
-def test_what_is_said(
-    call: Call,  # noqa: F811
-    models: Path,  # noqa: F811
-    text: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: tuple[str, ...],
-) -> None:
+def test_what_is_said(call: Call, models, text, tmp_path, monkeypatch, asked) -> None:  # noqa: F811
     """Log calibration beside uniformity, and the relative anchor where the final norm goes; all in one run."""
     monkeypatch.setattr(forecast, "seconds_per_step", lambda *args: 0.5)
     given = ("--data", text, "--calibration", "log", "--uniformity-weight", 0.01, "--prefix", "3", *QUICK)
