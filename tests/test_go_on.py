@@ -8,6 +8,7 @@ import pytest
 
 import tapernorm as tn
 from tapernorm import go_on, removal
+from tapernorm.search import Search
 from test_cli import Call, call, models, text  # noqa: F401  (fixtures)
 
 QUICK = ("--fit-tokens", 1024, "--eval-tokens", 1024, "--budget", "20%", "--json")
@@ -16,6 +17,7 @@ QUICK = ("--fit-tokens", 1024, "--eval-tokens", 1024, "--budget", "20%", "--json
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removal, "_ROUNDS", 1)
+    monkeypatch.setattr(Search, "UNIFORM", float("inf"))  # tokens of a random model stand out everywhere
     monkeypatch.setattr(go_on, "_seconds_per_step", lambda *_: 2.0)
 
 

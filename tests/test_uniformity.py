@@ -207,3 +207,22 @@ def test_a_copy_pulls_for_itself():
     twin = copy.deepcopy(model)
     twin(input_ids=ids(2))
     assert float(controller.auxiliary_loss()) == 0.0
+
+
+@ROW
+def test_sites_that_are_done_before_others(name):
+    """Staggered by depth, the first site is at gate 0 long before the last; the mean is over the same tokens."""
+    model, controller = ready(name, 3, stagger=0.5, order="depth", taper_steps=8)
+    first = next(iter(taper_norms(model).values()))
+    alone = 0
+    for step in range(8):
+        rows = ids(4, seed=step)
+        with torch.no_grad():
+            total, tokens, _ = formula(model, input_ids=rows)
+        loss = model(input_ids=rows).logits.sum() * 0
+        found = controller.auxiliary_loss()
+        assert float(found) == pytest.approx(float(WEIGHT * total / tokens), rel=1e-10)
+        (loss + found).backward()
+        alone += first.path == "fixed"
+        controller.step()
+    assert alone > 2 and controller.phase == "done"

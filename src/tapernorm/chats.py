@@ -143,10 +143,10 @@ def _compared(tokenizer: Any, messages: list[dict[str, Any]], text: Rendered) ->
         upto = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
         if not text.startswith(upto):
             continue
-        before = messages[:turn] and tokenizer.apply_chat_template(
-            messages[:turn], tokenize=False, add_generation_prompt=True
-        )
-        start, end = (_shared(text.ids, _tokens(tokenizer, part or "")) for part in (before, upto))
+        before = ""
+        if turn:  # a template need not take a chat without messages
+            before = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
+        start, end = (_shared(text.ids, _tokens(tokenizer, part)) for part in (before, upto))
         marks[start:end] = [True] * (end - start)
     return marks
 

@@ -255,8 +255,8 @@ class RunConfig:
         warmup_steps, taper_steps: of the gate; None: a quarter and a half of the run for pretrain, a twentieth and
             a quarter for taper.
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
-        fixed, uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless its
-            margin is 0.
+        fixed, uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless
+            its margin is 0.
         distill: for taper, the weight of the KL to a teacher, the original model (`tapernorm.distill`); 0: none.
         lora: for taper, the rank of adapters that are trained in place of the linear maps (`tapernorm.lora`).
         prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.

@@ -112,7 +112,7 @@ def load_text(
             train, validation = _hold_out(train, holdout, source)
         else:
             validation = _without_blanks(splits[other], f"{source}, split {other!r}")
-    return TextData(*(_documents(table, tokenizer, source) for table in (train, validation)), name)
+    return TextData(_documents(train, tokenizer, source), _documents(validation, tokenizer, source), name)
 
 
 def _documents(table: datasets.Dataset, tokenizer: Any, where: str) -> Any:

@@ -49,8 +49,13 @@ class Uniformity:
         self.active = False  # set by the controller: there is a c, and a gate above 0
         self._open = _Share()
         self._closed = _Share()
-        for number, module in enumerate(sites.values()):
-            module.pull = _Pull(self, module, first=number == 0)
+        self._modules = list(sites.values())
+        for module in self._modules:
+            module.pull = _Pull(self, module)
+
+    def is_first(self, module: TaperNorm) -> bool:
+        """Whether it is the one site that counts a forward's tokens: the first whose gate is not 0 yet."""
+        return module is next((each for each in self._modules if each.path != "fixed"), None)
 
     @property
     def pending(self) -> bool:
@@ -92,8 +97,8 @@ class Uniformity:
 class _Pull:
     """`TaperNorm.pull` of one site; an object, so that a deep copy of the model is one of its own."""
 
-    def __init__(self, loss: Uniformity, module: TaperNorm, first: bool) -> None:
-        self.loss, self.module, self.first = loss, module, first
+    def __init__(self, loss: Uniformity, module: TaperNorm) -> None:
+        self.loss, self.module = loss, module
 
     @uncompiled
     def __call__(self, h: Tensor) -> Tensor:
@@ -110,7 +115,7 @@ class _Pull:
                     deviation = torch.where(mask.view_as(deviation), deviation, 0.0)
                 value = deviation.pow(2).sum()
                 share.value = value if share.value is None else share.value + value.to(share.value.device)
-                if self.first:
+                if loss.is_first(self.module):
                     count = torch.tensor(float(deviation.numel())) if mask is None else mask.sum().float()
                     count = count.to(h.device)
                     share.tokens = count if share.tokens is None else share.tokens + count
