@@ -13,7 +13,7 @@ from tapernorm.config import RunConfig
 from tapernorm.fold import fold_
 from tapernorm.studies import logit_chasing, runner, tinystories, tinystories_page, training
 from tapernorm.studies.base import Context
-from tapernorm.studies.rows import read_rows
+from tapernorm.studies.rows import read_csv, read_rows
 from tapernorm.verify import evaluate
 
 STEPS = 12
@@ -180,7 +180,7 @@ def test_logit_chasing_keeps_its_curves(source, tmp_path):
     assert made["runs"] == 3 and [path[-6:] for path in made["figures"]] == ["1m.svg"]
     rows = read_rows(folder)
     for row in rows:
-        curve = logit_chasing._read(folder / "curves" / f"1m-{row['final']}-0.csv")
+        curve = read_csv(folder / "curves" / f"1m-{row['final']}-0.csv")
         assert [each["step"] for each in curve] == list(range(1, STEPS + 1)) and curve[-1]["gate"] == 0
         assert row["logit_max"] == pytest.approx(curve[-1]["logit_max"], rel=1e-5)
         # through the norm the loss has no slope along h; without it it has

