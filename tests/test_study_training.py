@@ -135,8 +135,12 @@ def test_the_page_pairs_seeds_and_leaves_out_what_was_lost():
     rows += [row_of("internal+aux", 0, 2.002), row_of("internal+aux", 0, 2.001, "early")]
     page = tinystories_page.text(rows)
     assert "| `all+aux` | 3 | 2.5400 ± 0.5200 | +1.50 ± 0.50 % | +2.00 % | 1 of 3 | 0.8 to 1.8 % |" in page
-    assert "`all+aux` at 1m: at most 1.0 % on the mean was aimed at; **not reached**, +1.50 ± 0.50 % over 2" in page
-    assert "`internal+aux` at 1m: at most 0.5 % on the mean was aimed at; reached, +0.10 % over 1" in page
+    said = "`internal+aux` at 1m: at most 0.5 % on the mean was aimed at; "
+    assert f"{said}not to be told from fewer than 3 seeds, +0.10 % over 1 seed." in page
+    more = [row_of("rms", 2, 2.0)] + [row_of("internal+aux", seed, loss) for seed, loss in ((1, 3.003), (2, 2.002))]
+    assert f"{said}reached, +0.10 ± 0.00 % over 3 seeds." in tinystories_page.text(rows + more)
+    more[-1] = row_of("internal+aux", 2, 2.2)
+    assert f"{said}**not reached**, +3.40 ± 3.30 % over 3 seeds." in tinystories_page.text(rows + more)
     assert "`all+aux` lost 1 of 3 runs" in page
     assert "| `early` | `internal+aux` | 1 | +0.05 % | +0.10 % | -0.05 % |" in page
     apart = row_of("internal", 0, 2.5, steps=100)  # another budget: no rms to compare with
