@@ -15,6 +15,7 @@ import torch
 import tapernorm as tn
 from tapernorm import removal, removal_report, report
 from tapernorm.headroom import largest_activation
+from tapernorm.search import Search
 from tapernorm.verify import summarise
 from test_cli import Call, call, models, text  # noqa: F401  (fixtures)
 from test_report import Page
@@ -94,7 +95,14 @@ def test_remove_folds_verifies_measures_and_reports(call: Call, models: Path, te
     assert code == 0 and said.strip().endswith("report.html")
 
 
-def test_a_prefix_that_is_given_is_put_in(call: Call, models: Path, text: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_prefix_that_is_given_is_put_in(
+    call: Call,  # noqa: F811
+    models: Path,  # noqa: F811
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Search, "UNIFORM", float("inf"))  # tokens of a random model stand out everywhere
     arguments = ("remove", models / "llama", "--data", text, "--budget", "0.2", "--prefix", "0, 7", *QUICK)
     code, said, err = call(*arguments, "--out", tmp_path / "run", "--keep", "*.0.*", "--json")
     assert code == 0, err
