@@ -1,6 +1,7 @@
 """What mkdocs does not do by itself: the page of the command line, formulas as MathML, links that leave docs/.
 
-Named in mkdocs.yml. The page is made from the commands themselves, so it cannot go out of date.
+Named in mkdocs.yml. The page is made from the commands themselves, so it cannot go out of date. Pages of studies are
+read from the folders of their results.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ Tables go to stdout, progress and errors to stderr. `--json` puts one JSON objec
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add cli.md."""
+    """Add cli.md, and the pages and figures that `tapernorm study` left in studies/."""
+    from tapernorm.studies import STUDIES
+
     files.append(File.generated(config, "cli.md", content=cli_page()))
+    for name in STUDIES:
+        folder = ROOT / "studies" / name
+        for path in (*folder.glob("page.md"), *folder.glob("*.svg")):
+            files.append(File.generated(config, f"studies/{name}/{path.name}", abs_src_path=str(path)))
     return files
 
 

@@ -1,7 +1,13 @@
 """The pages that are made from the tests and from measurements are those that would be made now."""
 
 import importlib.util
+import re
 from pathlib import Path
+
+import pytest
+
+from tapernorm import studies
+from tapernorm.studies.rows import read_rows
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -42,3 +48,17 @@ def test_speed_tables_keep_apart_what_differs():
     assert tables[0].index("`stock`") < tables[0].index("`folded`") and "| 1,000 | 900 to 1,100 |" in tables[0]
     assert "1.234 [1.00, 1.00] | 25 %" in tables[0] and all("`stock`" not in table for table in tables[1:])
     assert text.count("### machine") == 4  # dates, threads and dtypes are places of their own
+
+
+def test_pages_of_studies():
+    folders = [DOCS.parent / "studies" / name for name in studies.STUDIES]
+    folders = [folder for folder in folders if (folder / "results.csv").is_file()]
+    if not folders:
+        pytest.skip("no results of studies here")
+    for folder in folders:
+        written = (folder / "page.md").read_text(encoding="utf-8")
+        again = f"run `tapernorm study {folder.name} --draw`"
+        assert written == studies.load(folder.name).page(read_rows(folder)), again
+        shown = set(re.findall(r"\]\(([\w-]+\.svg)\)", written))
+        assert shown == {path.name for path in folder.glob("*.svg")}, again
+        assert f"studies/{folder.name}/page.md" in (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")

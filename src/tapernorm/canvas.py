@@ -3,7 +3,7 @@
 matplotlib through its object API; no pyplot, no backend and no lasting rcParams: a program that draws its own figures
 is not disturbed. Colours are CSS variables (`--ink`, `--accent`, ...): a figure follows the page into dark mode, and
 its text is text. Every figure is drawn twice, for a wide and a narrow window, because shrinking the wide one would
-shrink its letters.
+shrink its letters. A file of its own, which no page's style reaches, has one size and half-way colours.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.style
@@ -30,6 +31,11 @@ WIDE, NARROW = 720, 368  # CSS pixels; one unit of the viewBox is one pixel
 # matplotlib accepts only real colours, so each stands for a CSS variable that _to_inline puts in its place.
 _VARIABLES = ("ink", "muted", "rule", "accent", "grey", "third", "fourth", "bar", "page")
 INK, MUTED, RULE, ACCENT, GREY, THIRD, FOURTH, BAR, PAGE = (f"#0a0a{i:02x}" for i in range(9))
+_ON_ANY_GROUND = {
+    "ink": "#7d8a8c", "muted": "#7d8a8c", "rule": "#7d8a8c55", "accent": "#2f8f9d", "grey": "#7d8a8c",
+    "third": "#c97b2e", "fourth": "#b4557f", "bar": "#7d8a8c33", "page": "none", "sans": "sans-serif",
+    "shallow": "#c97b2e", "deep": "#2f8f9d",
+}  # fmt: skip
 ARM_COLOURS = (ACCENT, GREY, THIRD, FOURTH)  # the tapered arm, its baseline, others
 
 _STYLE = {
@@ -52,14 +58,26 @@ def depth_colour(index: int, count: int) -> str:
 
 def inline(draw: Draw, name: str, label: str) -> str:
     """Both sizes of a figure as SVG, of which the page's style sheet shows one; `label` is read aloud."""
-    parts = []
+    sizes = (("wide", WIDE), ("narrow", NARROW))
+    return "\n".join(_to_inline(_drawn(draw, width), f"{name}-{size}", size, label) for size, width in sizes)
+
+
+def save(draw: Draw, path: Path, label: str) -> Path:
+    """The wide size as an SVG file of its own, in colours that can be read on light and on dark ground."""
+    text = _to_inline(_drawn(draw, WIDE), path.stem, "wide", label)
+    text = re.sub(r"var\(--(\w+)\)", lambda match: _ON_ANY_GROUND[match[1]], text)
+    text = text.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" ', 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n", encoding="utf-8")
+    return path
+
+
+def _drawn(draw: Draw, width: int) -> bytes:
+    out = io.BytesIO()
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser's fonts will have it
-        for size, width in (("wide", WIDE), ("narrow", NARROW)):
-            out = io.BytesIO()
-            draw(width).savefig(out, format="svg", transparent=True, metadata={"Date": None})
-            parts.append(_to_inline(out.getvalue(), f"{name}-{size}", size, label))
-    return "\n".join(parts)
+        draw(width).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return out.getvalue()
 
 
 def _to_inline(svg: bytes, prefix: str, size: str, label: str) -> str:

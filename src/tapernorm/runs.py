@@ -18,10 +18,9 @@ import time
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainingArguments, default_data_collator
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from tapernorm import bench, board, card, hub
+from tapernorm.arm import arm_trainer
 from tapernorm.config import RunConfig
 from tapernorm.convert import taper_
 from tapernorm.fold import fold_
@@ -31,7 +30,7 @@ from tapernorm.progress import bar
 from tapernorm.record import Run
 from tapernorm.report import write_report
 from tapernorm.runlog import RunLog
-from tapernorm.train import TaperTrainer, last_checkpoint
+from tapernorm.train import last_checkpoint
 from tapernorm.verify import evaluate, verify
 
 _ROUNDS = 15  # of the decoding benchmark
@@ -97,45 +96,8 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
         return hub.from_pretrained(final)[0].to(device())
     model = material.build()
     controller = taper_(model, dataclasses.replace(taper.taper, prefix=material.prefix)) if taper is not None else None
-    every = max(1, config.steps // 100)
-    width = model.config.hidden_size
-    rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=config.steps,
-        per_device_train_batch_size=config.batch,
-        gradient_accumulation_steps=config.accumulate,
-        learning_rate=rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.02},
-        warmup_steps=max(1, config.steps // 20),
-        # A norm makes the scale of what it feeds free, so decay costs nothing; without norms it pulls the function
-        # itself down, which a short fine-tuning cannot make up for.
-        weight_decay=0.1 if config.kind == "pretrain" else 0.0,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        logging_steps=every,
-        logging_nan_inf_filter=False,  # a NaN is to be seen
-        save_steps=max(1, config.steps // 10),
-        save_total_limit=2,
-        seed=config.seed,
-        bf16=config.bf16,
-        use_cpu=device().type == "cpu",
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        report_to=[],
-    )
-    dataset: Any = [{"input_ids": row, "labels": row} for row in material.train]
-    kind = Trainer if controller is None else TaperTrainer
-    trainer = kind(
-        model=model,
-        args=arguments,
-        train_dataset=dataset,
-        data_collator=default_data_collator,  # blocks are full: nothing to pad, and a tokenizer may have no pad token
-        processing_class=material.tokenizer,
-    )
-    for unwanted in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(unwanted)
+    trainer = arm_trainer(config, model, controller, material.train, folder, material.tokenizer)
+    every = trainer.args.logging_steps
     with bar(name, config.steps) as advance:
         events = run.folder / "tensorboard" / name if config.tensorboard else None
         trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance, events))

@@ -37,6 +37,14 @@ class Context:
     folder: Path
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def counts(self, *names: str) -> dict[str, int]:
+        """Those of these options that are given, as whole numbers. Raises ValueError for one that is none."""
+        given = {name: str(self.extra[name]) for name in names if name in self.extra}
+        odd = next((name for name, value in given.items() if not value.isdecimal() or int(value) < 1), None)
+        if odd is not None:
+            raise ValueError(f"--set {odd}={given[odd]}: it must be a whole number, at least 1")
+        return {name: int(value) for name, value in given.items()}
+
 
 @dataclass(frozen=True)
 class Study:

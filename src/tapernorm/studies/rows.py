@@ -15,8 +15,12 @@ RESULTS = "results.csv"
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows of a study's folder: numbers as numbers, empty fields as None. None where nothing was run."""
-    path = folder / RESULTS
+    """The rows of a study's folder; none where nothing was run."""
+    return read_csv(folder / RESULTS)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a file, numbers as numbers, empty fields as None; none where there is no file."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:

@@ -1,0 +1,75 @@
+"""One arm of a run: the Trainer that trains it, the same for every arm but for the taper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from tapernorm.config import RunConfig
+from tapernorm.controller import TaperController
+from tapernorm.material import device
+from tapernorm.train import TaperTrainer
+
+
+def arm_trainer(
+    config: RunConfig,
+    model: Any,
+    controller: TaperController | None,
+    blocks: Tensor,
+    folder: Path,
+    tokenizer: Any = None,
+    checkpoints: bool = True,
+) -> Trainer:
+    """The Trainer of an arm.
+
+    Args:
+        config: of the run. Arms of one seed see the same batches.
+        model: the arm's model; controller: of its taper, None for one that keeps its norms.
+        blocks: [N, T] token ids to train on.
+        folder: for checkpoints; checkpoints: whether there are any.
+    """
+    every = max(1, config.steps // 100)
+    width = model.config.hidden_size
+    rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.02},
+        warmup_steps=max(1, config.steps // 20),
+        # A norm makes the scale of what it feeds free, so decay costs nothing; without norms it pulls the function
+        # itself down, which a short fine-tuning cannot make up for.
+        weight_decay=0.1 if config.kind == "pretrain" else 0.0,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        logging_steps=every,
+        logging_nan_inf_filter=False,  # a NaN is to be seen
+        save_strategy="steps" if checkpoints else "no",
+        save_steps=max(1, config.steps // 10),
+        save_total_limit=2,
+        seed=config.seed,
+        bf16=config.bf16,
+        use_cpu=device().type == "cpu",
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        report_to=[],
+    )
+    dataset: Any = [{"input_ids": row, "labels": row} for row in blocks]
+    kind = Trainer if controller is None else TaperTrainer
+    trainer = kind(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        data_collator=default_data_collator,  # blocks are full: nothing to pad, and a tokenizer may have no pad token
+        processing_class=tokenizer,
+    )
+    for unwanted in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(unwanted)
+    return trainer
