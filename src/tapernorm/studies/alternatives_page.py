@@ -8,7 +8,7 @@ from tapernorm.canvas import ACCENT, FOURTH, GREY, INK, THIRD, save
 from tapernorm.studies.alternatives import KEYS, LOST, METHODS
 from tapernorm.studies.base import Row
 from tapernorm.studies.drawing import dots
-from tapernorm.studies.rows import distinct, mean_and_error, table
+from tapernorm.studies.rows import distinct, mean_and_error, table, with_error
 from tapernorm.studies.tinystories_page import percent
 
 OTHERS = METHODS[1:]
@@ -101,8 +101,7 @@ def _methods(rows: list[Row]) -> str:
         kept = [row for row in own if not row["diverged"]]
         if not own:
             continue
-        mean, error = mean_and_error([row["val_loss"] for row in kept])
-        loss = f"{mean:.4f}" + (f" ± {error:.4f}" if error == error else "") if kept else ""
+        loss = with_error([row["val_loss"] for row in kept])
         gaps = [row["gap_percent"] for row in kept if row["gap_percent"] is not None]
         ratios = [row["decode_ratio"] for row in kept if row["decode_ratio"] is not None]
         speed = f"{mean_and_error(ratios)[0]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""

@@ -8,7 +8,7 @@ from tapernorm.canvas import ACCENT, FOURTH, THIRD, save
 from tapernorm.studies.base import Row
 from tapernorm.studies.drawing import dots
 from tapernorm.studies.finetune import CORPORA, METHODS
-from tapernorm.studies.rows import distinct, mean_and_error, table
+from tapernorm.studies.rows import distinct, table, with_error
 from tapernorm.studies.tinystories_page import percent
 
 WITHOUT = METHODS[1:]
@@ -106,8 +106,7 @@ def _methods(rows: list[Row], model: str) -> str:
             own = [r for r in rows if (r["model"], r["corpus"], r["method"]) == (model, corpus, method)]
             if not own:
                 continue
-            mean, error = mean_and_error([row["val_loss"] for row in own if row["val_loss"] is not None])
-            loss = "" if mean != mean else f"{mean:.4f}" + (f" ± {error:.4f}" if error == error else "")
+            loss = with_error([row["val_loss"] for row in own if row["val_loss"] is not None])
             gap = "" if method == "vanilla" else percent([g for _, g in gaps(rows, model, corpus, method)])
             lost = sum(bool(row["diverged"]) for row in own)
             lines.append([_text(rows, corpus), f"`{method}`", own[0]["norms"], len(own), loss, gap, lost])

@@ -7,7 +7,7 @@ from pathlib import Path
 from tapernorm.canvas import ACCENT, GREY, THIRD, save
 from tapernorm.studies.base import Row
 from tapernorm.studies.drawing import dots
-from tapernorm.studies.rows import distinct, mean_and_error, table
+from tapernorm.studies.rows import distinct, mean_and_error, table, with_error
 from tapernorm.studies.transfer import ARMS, SHAPES, TASKS, TEST
 
 COLOURS = (GREY, ACCENT, THIRD)
@@ -81,16 +81,15 @@ def text(rows: list[Row]) -> str:
 
 def _arms(rows: list[Row], task: str) -> str:
     lines = []
-    column, digits = ("accuracy", 4) if task == "classes" else ("mse", 4)
+    column = "accuracy" if task == "classes" else "mse"
     for arm in [arm for arm in ARMS if arm in distinct(rows, "arm")]:
         own = [row for row in rows if row["arm"] == arm]
         kept = [row for row in own if not row["diverged"]]
-        mean, error = mean_and_error([row[column] for row in kept])
-        score = "" if mean != mean else f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if error == error else "")
+        score = with_error([row[column] for row in kept])
         base = {row["seed"]: row[column] for row in rows if row["arm"] == "norm" and not row["diverged"]}
         change = [row[column] - base[row["seed"]] for row in kept if row["seed"] in base]
         paired = mean_and_error(change)
-        moved = "" if arm == "norm" or not change else f"{paired[0]:+.{digits}f} ± {paired[1]:.{digits}f}"
+        moved = "" if arm == "norm" or not change else f"{paired[0]:+.4f} ± {paired[1]:.4f}"
         left = kept[0]["norms"] if kept else ""
         lines.append([f"`{arm}`", left, len(own), score, moved, f"{len(own) - len(kept)} of {len(own)}"])
     name = "accuracy" if task == "classes" else "squared error"
