@@ -39,6 +39,7 @@ def told(error: BaseException, command: str = "") -> tuple[str, int] | None:
         if command in ("watch", "generate"):  # the way to end it: there is nothing to say
             return "", INTERRUPTED
         hint = "; the same command with --resume goes on from the last checkpoint" if command in _RESUMABLE else ""
+        hint = "; the same command goes on with the run that was stopped" if command == "study" else hint
         return f"stopped{hint}", INTERRUPTED
     if any(_is_full(link) for link in chain):
         then = ", then go on with --resume" if command in _RESUMABLE else ""

@@ -11,21 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tapernorm.canvas import (
-    ACCENT,
-    BAR,
-    FOURTH,
-    GREY,
-    MUTED,
-    THIRD,
-    WIDE,
-    Draw,
-    legend_above,
-    new_figure,
-    place_axes,
-    place_grid,
-    scale_y,
-)
+from tapernorm import canvas
+from tapernorm.canvas import ACCENT, FOURTH, GREY, MUTED, THIRD, WIDE, Draw
 from tapernorm.figures import step_axis
 
 COLOURS = (GREY, ACCENT, THIRD, FOURTH)
@@ -49,15 +36,15 @@ def dots(
 
     def draw(width: int) -> Figure:
         head = 56 + 20 * ((len(kinds) - 1) // (4 if width == WIDE else 2))
-        fig = new_figure(width, head + 290)
-        ax = place_axes(fig, 46, head, width - 62, 240)
+        fig = canvas.new_figure(width, head + 290)
+        ax = canvas.place_axes(fig, 46, head, width - 62, 240)
         ax.axhline(0, color=MUTED, linewidth=1)
         for place, values in enumerate(groups.values()):
             for number, kind in enumerate(kinds):
                 x, colour = place + step * (number - (len(kinds) - 1) / 2), colours[number % len(colours)]
                 if bands and kind in bands:
                     low, high = bands[kind]
-                    ax.bar(x, high - low, 0.8 * step, bottom=low, color=BAR, zorder=0)
+                    ax.bar(x, high - low, 0.8 * step, bottom=low, color=canvas.BAR, zorder=0)
                 found = list(values.get(kind, ()))
                 spread = np.linspace(-0.2, 0.2, len(found)) * step if len(found) > 1 else [0.0]
                 ax.plot(x + np.array(spread[: len(found)]), found, "o", color=colour, markersize=4, clip_on=False)
@@ -69,7 +56,7 @@ def dots(
         ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+.3g}".replace("-", "−") if v else "0"))
         ax.set_title(title)
-        legend_above(fig, ax, width)
+        canvas.legend_above(fig, ax, width)
         return fig
 
     return draw
@@ -86,11 +73,11 @@ def panels(curves: Mapping[str, Mapping[str, Sequence[Points]]], last: float, ma
     colour = dict(zip(kinds, (ACCENT, FOURTH, THIRD, GREY), strict=False))
 
     def draw(width: int) -> Figure:
-        fig, axes = place_grid(width, len(curves), 180, 40)
+        fig, axes = canvas.place_grid(width, len(curves), 180, 40)
         for ax, (title, each) in zip(axes, curves.items(), strict=True):
             _panel(ax, each, colour, last, marks)
             ax.set_title(title)
-        legend_above(fig, axes[0], width)
+        canvas.legend_above(fig, axes[0], width)
         return fig
 
     return draw
@@ -109,4 +96,4 @@ def _panel(
         ax.axvline(mark, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
     step_axis(ax, last)
     if everything:
-        scale_y(ax, np.concatenate(everything))
+        canvas.scale_y(ax, np.concatenate(everything))

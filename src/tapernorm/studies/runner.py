@@ -91,12 +91,12 @@ def _make(study: Study, missing: list[Cell], context: Context, minutes: float | 
         for cell in missing:
             if minutes is not None and time.monotonic() - started > 60 * minutes:
                 break
-            if is_done(study, cell, context.scale, read_rows(context.folder)):  # by another process meanwhile
-                continue
-            began = time.perf_counter()
-            row = study.run(cell, context)
-            append_csv(context.folder / RESULTS, [_complete(study, cell, row, context, time.perf_counter() - began)])
-            made += 1
+            if not is_done(study, cell, context.scale, read_rows(context.folder)):  # by another process meanwhile
+                began = time.perf_counter()
+                row = study.run(cell, context)
+                row = _complete(study, cell, row, context, time.perf_counter() - began)
+                append_csv(context.folder / RESULTS, [row])
+                made += 1
             advance()
     return made
 

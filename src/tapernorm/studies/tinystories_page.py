@@ -38,6 +38,13 @@ mean. Shaded is what the paper reports over its sizes.
     tapernorm study tinystories --data D --only recipe=early,uniformity --only seed=0,1,2
 """
 
+RECIPES_TEXT = """\
+`paper`: least squares, no guard. `long-taper`: the gate is 1 for an eighth of the steps and falls for three quarters.
+`early`: 1 for an eighth, falling for a quarter, 0 for the rest. `uniformity`: tokens are pulled to one scale, weight
+0.01. `stagger`: norms go one after another over half of the taper, the easiest first. `gain-lr`: the fixed branch's
+gains learn five times as fast.
+"""
+
 DIFFERENT = """\
 ## What differs from the paper
 
@@ -176,11 +183,3 @@ def _recipes(rows: list[Row], groups: list[list[Row]]) -> list[str]:
             head = ("recipe", "arm", "seeds", "gap", "default's, same seeds", "difference")
             parts += [f"**{_short(group[0], rows)}**\n", table(head, lines, left=2)]
     return ["## Other recipes\n", RECIPES_TEXT, *parts] if parts else []
-
-
-RECIPES_TEXT = """\
-`paper`: least squares, no guard. `long-taper`: the gate is 1 for an eighth of the steps and falls for three quarters.
-`early`: 1 for an eighth, falling for a quarter, 0 for the rest. `uniformity`: tokens are pulled to one scale, weight
-0.01. `stagger`: norms go one after another over half of the taper, the easiest first. `gain-lr`: the fixed branch's
-gains learn five times as fast.
-"""
