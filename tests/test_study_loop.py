@@ -88,10 +88,10 @@ def test_a_loss_that_is_not_finite_ends_it_with_its_reason(at):
     assert why.startswith("loss nan") and why.endswith(f"at step {at + 1}") and len(calls) == at + 1
 
 
-def test_a_massive_token_and_a_taper_that_was_held_are_reasons_too():
+def test_a_massive_token_and_a_taper_that_does_not_end_are_reasons_too():
     model = tiny()
     controller = tn.taper_(model, tn.TaperConfig(warmup_steps=2, taper_steps=3, massive_ratio=1.0001))
     assert fit(model, Recipe(7, 8, 1e-3), controller).startswith("MassiveTokenError: model.")
     model = tiny()
     controller = tn.taper_(model, TAPER)
-    assert fit(model, Recipe(3, 8, 1e-3), controller).startswith("the guard slowed the taper: the gate ended at 0.")
+    assert fit(model, Recipe(3, 8, 1e-3), controller).startswith("the taper did not come to its end: the gate is 0.")

@@ -102,7 +102,7 @@ def train(
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     gate = driver.gate if isinstance(driver, TaperController) else 0.0
     model.eval()
-    return f"the guard slowed the taper: the gate ended at {gate:.2f}" if gate > 0 else ""
+    return f"the taper did not come to its end: the gate is {gate:.2f}" if gate > 0 else ""
 
 
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
