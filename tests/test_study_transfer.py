@@ -17,6 +17,7 @@ def easy(monkeypatch):
     images = (numbers / 4.5 - 1)[:, None, None, None] + 0.05 * noise
     monkeypatch.setattr(transfer, "digits", lambda: (images, numbers))
     monkeypatch.setattr(transfer, "SHAPES", {"small": (16, 2, 2, 60), "paper": (16, 2, 2, 60)})
+    monkeypatch.setattr(transfer, "RATE", 1e-2)
 
 
 def test_every_arm_of_both_tasks_has_a_row(easy, tmp_path):

@@ -97,7 +97,7 @@ def run(cell: Cell, context: Context) -> Row:
     loss = row.get("val_loss", math.nan)
     if not math.isfinite(loss):
         why, row["val_loss"] = why or "the loss of validation text is not finite", ""
-    elif normed:
+    elif normed := normed or ([loss] if method == "rms" else []):
         row["gap_percent"] = 100 * (loss / normed[0] - 1)
         if row["gap_percent"] > 100 * LOST:
             why = why or f"the loss is more than {LOST:.0%} above that with norms"
