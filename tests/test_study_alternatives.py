@@ -22,6 +22,7 @@ def rows(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tapernorm.bench.bench", quick)
         patch.setattr(alternatives, "EVAL_TOKENS", 512)
+        patch.setattr(alternatives, "RATE", 3e-4)  # steps of 32 tokens are no place for a large one
         said, found = study("alternatives", folder, data=text_file(folder), only=["seed=0"], extra=SHORT)
     return folder, said, found
 
@@ -30,9 +31,12 @@ def test_every_method_has_a_row(rows):
     folder, said, found = rows
     assert [row["method"] for row in found] == list(alternatives.METHODS) and said["left"] == 0
     for row in found:
+        assert (row["model"], row["steps"], row["tokens"]) == ("llama-1m", 40, 40 * 2 * 16)
+        if row["method"] == "all+aux" and row["diverged"]:  # on steps of 32 tokens it may be lost; then it says why
+            assert row["why"] and row["decode_ratio"] is None
+            continue
         assert row["diverged"] == 0 and row["why"] is None, row
         assert 0 < row["val_loss"] < 10 and row["decode_ratio"] > 0
-        assert (row["model"], row["steps"], row["tokens"]) == ("llama-1m", 40, 40 * 2 * 16)
         assert row["gap_percent"] == pytest.approx(100 * (row["val_loss"] / found[0]["val_loss"] - 1), abs=1e-9)
     assert len({row["val_loss"] for row in found}) == len(found)
     page = (folder / "alternatives" / "page.md").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tapernorm.studies.base import FILLED, Cell, Context, Row, Scale, Study
 from tapernorm.studies.rows import read_rows
+from tapernorm.studies.tinystories import BUDGET, EVAL_TOKENS
 
 if TYPE_CHECKING:
     from tapernorm.studies.loop import Recipe
@@ -18,8 +19,7 @@ METHODS = ("rms", "internal", "all+aux", "dyt", "derf", "none")
 ALPHAS = {"dyt": (1.0, 0.5, 2.0), "derf": (0.5, 1.0, 2.0)}
 SIZES = {"small": ("1m",), "paper": ("1m", "9m", "30m")}
 SEEDS = {"small": 3, "paper": 6}
-BUDGET = {"small": {"steps": 500, "batch": 8, "block": 256}, "paper": {"steps": 10_000, "batch": 64, "block": 512}}
-EVAL_TOKENS = 131_072
+RATE = 3e-3  # at a width of 64, as `tapernorm pretrain` has it
 LOST = 0.5  # a validation loss so far above that with norms counts as diverged
 KEYS = ("model", "method", "seed")
 
@@ -77,7 +77,7 @@ def run(cell: Cell, context: Context) -> Row:
     budget = BUDGET[context.scale] | context.counts("steps", "batch", "block")
     size, method, seed = cell["model"].removeprefix("llama-"), cell["method"], cell["seed"]
     steps, batch, block = budget["steps"], budget["batch"], budget["block"]
-    rate = 3e-3 * (64 / SHAPES[size][0]) ** 0.5
+    rate = RATE * (64 / SHAPES[size][0]) ** 0.5
     recipe = Recipe(steps, batch, rate, decay=0.1, bf16=context.scale == "paper" and device().type == "cuda")
     text = tokens(str(context.data), SHAPES[size][2], block, steps * batch, EVAL_TOKENS)
     model = pretrain_model(size, text.tokenizer, seed).to(device())

@@ -28,7 +28,7 @@ RATE = {"small": 5e-4, "paper": 3e-4}
 EVAL_TOKENS = {"small": 65_536, "paper": 4_500_000}
 # The model of the small scale: before its fine-tuning it sees so many steps of half of either text.
 SHAPE = {"n_embd": 256, "n_layer": 10, "n_head": 8, "n_positions": 256}
-VOCABULARY, PRETRAINING = 8192, {"steps": 800, "rate": 1.5e-3}
+VOCABULARY, PRETRAINING = 8192, {"steps": 400, "rate": 1.5e-3}
 KEYS = ("model", "method", "corpus", "seed")
 
 

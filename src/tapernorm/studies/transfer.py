@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 TASKS = ("classes", "value")
 ARMS = ("norm", "internal", "all")
-SEEDS = {"small": 5, "paper": 10}
+SEEDS = {"small": 3, "paper": 10}
 # width, layers, heads, steps; images of 8 × 8 pixels in patches of 2 × 2
-SHAPES = {"small": (64, 6, 4, 600), "paper": (192, 12, 6, 3000)}
-BATCH, RATE, DECAY = 64, 1e-3, 0.05
+SHAPES = {"small": (64, 4, 4, 300), "paper": (192, 12, 6, 3000)}
+BATCH, RATE, DECAY = 64, 2e-3, 0.05
 TEST = 450  # images of 1,797
 MEAN, DEVIATION = 4.5, 8.25**0.5  # of the numbers 0 to 9
 KEYS = ("task", "arm", "seed")

@@ -36,7 +36,7 @@ variance: 1 is the mean for every image. After ± stands the standard error over
 SETTING = """\
 ## What was chosen
 
-- {layers} blocks of width {width}. AdamW with a learning rate of 1e-3, decay 0.05, batches of 64, in all arms.
+- {layers} blocks of width {width}. AdamW with a learning rate of 2e-3, decay 0.05, batches of 64, in all arms.
 - The gate is 1 for a quarter of the steps, falls for half of them and is 0 for a quarter, with the robust calibration
   and the guard.
 - Diverged is a run whose loss was not finite, whose gate did not reach 0, or that is no better than a guess.
