@@ -106,7 +106,7 @@ def test_only_brings_in_what_is_not_run_by_itself(fake, tmp_path):
     ("options", "said"),
     [
         ({"only": ["sise=1m"]}, "--only sise=1m: no key 'sise' (did you mean 'size'?); there are size, seed"),
-        ({"only": ["size=1n"]}, "--only size=1n: no size '1n' (did you mean"),
+        ({"only": ["size=1n"]}, "--only size=1n: no size '1n'; there are 1m, 3m, 9m"),
         ({"only": ["size"]}, "--only size: it must be a name and a value"),
         ({"scale": "papper"}, "scale='papper' is not one of small, paper (did you mean 'paper'?)"),
         ({"minutes": 0.0}, "minutes=0.0 must be above 0"),

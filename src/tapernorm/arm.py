@@ -15,6 +15,11 @@ from tapernorm.material import device
 from tapernorm.train import TaperTrainer
 
 
+def log_every(config: RunConfig) -> int:
+    """Steps between two rows of an arm's log."""
+    return max(1, config.steps // 100)
+
+
 def arm_trainer(
     config: RunConfig,
     model: Any,
@@ -32,7 +37,6 @@ def arm_trainer(
         blocks: [N, T] token ids to train on.
         folder: for checkpoints; checkpoints: whether there are any.
     """
-    every = max(1, config.steps // 100)
     width = model.config.hidden_size
     rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
     arguments = TrainingArguments(
@@ -49,7 +53,7 @@ def arm_trainer(
         weight_decay=0.1 if config.kind == "pretrain" else 0.0,
         adam_beta2=0.95,
         max_grad_norm=1.0,
-        logging_steps=every,
+        logging_steps=log_every(config),
         logging_nan_inf_filter=False,  # a NaN is to be seen
         save_strategy="steps" if checkpoints else "no",
         save_steps=max(1, config.steps // 10),

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from tapernorm import bench, board, card, hub
-from tapernorm.arm import arm_trainer
+from tapernorm.arm import arm_trainer, log_every
 from tapernorm.config import RunConfig
 from tapernorm.convert import taper_
 from tapernorm.fold import fold_
@@ -97,7 +97,7 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
     model = material.build()
     controller = taper_(model, dataclasses.replace(taper.taper, prefix=material.prefix)) if taper is not None else None
     trainer = arm_trainer(config, model, controller, material.train, folder, material.tokenizer)
-    every = trainer.args.logging_steps
+    every = log_every(config)
     with bar(name, config.steps) as advance:
         events = run.folder / "tensorboard" / name if config.tensorboard else None
         trainer.add_callback(RunLog(folder, material.validation, material.sites, controller, every, advance, events))

@@ -66,8 +66,9 @@ def run(cell: Cell, context: Context) -> Row:
         if how not in compile_modes(where, cache):
             raise ValueError(f"how={cell['how']} needs a GPU and tensors that keep their places")
     dtype = torch.bfloat16 if context.scale == "paper" else torch.float32
-    models = variants(random_llama(*SHAPES[cell["size"]]).eval().to(where, dtype), again=True)
-    given = {"rounds": ROUNDS} | context.counts("rounds", "new_tokens")
+    model: Any = random_llama(*SHAPES[cell["size"]]).eval()
+    models = variants(model.to(where, dtype), again=True)
+    given: dict[str, Any] = {"rounds": ROUNDS} | context.counts("rounds", "new_tokens")
     rows = bench(
         models, cell["batch"], cell["length"], name=cell["size"], mode=cell["mode"], compile=(how,), **given
     )  # fmt: skip
@@ -99,6 +100,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
 def _bars(rows: list[Row]) -> Callable[[int], Any]:
     """A dot with its spread for each variant, on a line for each setting."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     from tapernorm.canvas import ACCENT, GREY, MUTED, THIRD, legend_above, new_figure, place_axes, tick_text
 
@@ -119,7 +121,7 @@ def _bars(rows: list[Row]) -> Callable[[int], Any]:
                 ax.plot(ratio, y, "o", color=colour, markersize=5, label=variant if line == 0 else None)
         ax.set(ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)), yticklabels=[_setting(row) for row in rows])
         ax.grid(visible=False)
-        ax.xaxis.set_major_formatter(tick_text)
+        ax.xaxis.set_major_formatter(FuncFormatter(tick_text))
         ax.set_xlabel("tokens a second, times stock", loc="right")
         legend_above(fig, ax, width)
         return fig

@@ -34,8 +34,8 @@ SIZES = {"small": ("1m", "3m"), "paper": ("1m", "3m", "9m", "30m")}
 SEEDS = {"small": 3, "paper": 6}
 MANY = 20  # seeds of all+aux at 1m: is one lost?
 # steps, batch, block; the paper's are not known to us
-BUDGET = {"small": {"steps": 500, "batch": 8, "block": 256}, "paper": {"steps": 10_000, "batch": 64, "block": 512}}
-EVAL_TOKENS = 131_072
+BUDGET = {"small": {"steps": 400, "batch": 8, "block": 128}, "paper": {"steps": 10_000, "batch": 64, "block": 512}}
+EVAL_TOKENS = 65_536
 CONTEXT = 512
 LOST = 0.1  # a validation loss so far above that with norms counts as lost
 EXTRAS = {"steps": "optimizer steps", "batch": "sequences in a step", "block": "tokens in a sequence"}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tapernorm import data
-from tapernorm.arm import arm_trainer
+from tapernorm.arm import arm_trainer, log_every
 from tapernorm.config import RunConfig
 from tapernorm.controller import TaperController
 from tapernorm.convert import taper_
@@ -89,7 +89,7 @@ def pretrain(config: RunConfig, text: Text, gain_rate: float = 1.0) -> Trained:
         trainer = arm_trainer(config, model, controller, text.train, Path(folder), checkpoints=False)
         if controller is not None and gain_rate != 1.0:
             _raise_gain_rate(trainer, controller, gain_rate)
-        log = RunLog(Path(folder), text.validation[:_WATCHED], sites, controller, trainer.args.logging_steps, _nothing)
+        log = RunLog(Path(folder), text.validation[:_WATCHED], sites, controller, log_every(config), _nothing)
         trainer.add_callback(log)
         why = ""
         try:
