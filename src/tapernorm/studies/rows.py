@@ -61,6 +61,14 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), error
 
 
+def with_error(values: Sequence[float], digits: int = 4) -> str:
+    """The mean, and its standard error where it can be known; empty where there are no values."""
+    mean, error = mean_and_error(values)
+    if math.isnan(mean):
+        return ""
+    return f"{mean:.{digits}f}" if math.isnan(error) else f"{mean:.{digits}f} ± {error:.{digits}f}"
+
+
 def distinct(rows: Iterable[Row], key: str) -> list[Any]:
     """The values of a column, in the order of their first appearance."""
     return list(dict.fromkeys(row[key] for row in rows))
