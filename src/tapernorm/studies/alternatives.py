@@ -80,7 +80,8 @@ def run(cell: Cell, context: Context) -> Row:
     rate = RATE * (64 / SHAPES[size][0]) ** 0.5
     recipe = Recipe(steps, batch, rate, decay=0.1, bf16=context.scale == "paper" and device().type == "cuda")
     text = tokens(str(context.data), SHAPES[size][2], block, steps * batch, EVAL_TOKENS)
-    model = pretrain_model(size, text.tokenizer, seed).to(device())
+    model: Any = pretrain_model(size, text.tokenizer, seed)
+    model.to(device())
     controller = prepare(method, model, recipe, seed)
 
     def inputs(rows: Any) -> dict[str, Any]:

@@ -219,10 +219,11 @@ def _pretrained(texts: dict[str, Any], context: Context) -> Path:
     tokenizer = data.train_tokenizer(documents, VOCABULARY)
     ids = torch.cat([data.pack(text.train, tokenizer, block, limit=_half()) for text in texts.values()])
     torch.manual_seed(0)
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    no_dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = GPT2Config(vocab_size=len(tokenizer), **SHAPE, **no_dropout, **ends)
-    model = GPT2LMHeadModel(config).to(device())
+    model: Any = GPT2LMHeadModel(config)
+    model.to(device())
     recipe = Recipe(PRETRAINING["steps"], batch, PRETRAINING["rate"], decay=0.1)
     why = train(model, order(len(ids), recipe, 0), lambda rows: {"input_ids": ids[rows], "labels": ids[rows]}, recipe)
     if why:

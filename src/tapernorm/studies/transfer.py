@@ -53,7 +53,7 @@ def build(task: str, scale: Scale, seed: int) -> Any:
 
     width, layers, heads, _ = SHAPES[scale]
     torch.manual_seed(seed)
-    kind = {"num_labels": 10} if task == "classes" else {"num_labels": 1, "problem_type": "regression"}
+    kind: dict[str, Any] = {"num_labels": 10} if task == "classes" else {"num_labels": 1, "problem_type": "regression"}
     return ViTForImageClassification(
         ViTConfig(
             image_size=8, patch_size=2, num_channels=1, hidden_size=width, intermediate_size=4 * width,
