@@ -38,13 +38,16 @@ Tables go to stdout, progress and errors to stderr. `--json` puts one JSON objec
 
 def on_files(files: Any, config: Any) -> Any:
     """Add cli.md, and the pages and figures that `tapernorm study` left in studies/."""
-    from tapernorm.studies import STUDIES
+    from tapernorm import studies
 
     files.append(File.generated(config, "cli.md", content=cli_page()))
-    for name in STUDIES:
+    for name in studies.names():
         folder = ROOT / "studies" / name
         for path in (*folder.glob("page.md"), *folder.glob("*.svg")):
             files.append(File.generated(config, f"studies/{name}/{path.name}", abs_src_path=str(path)))
+        if not (folder / "page.md").is_file():
+            text = f"{studies.load(name).page([])}\nNo runs were made yet.\n"
+            files.append(File.generated(config, f"studies/{name}/page.md", content=text))
     return files
 
 
