@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from tapernorm.canvas import ACCENT, GREY, THIRD, save
@@ -39,6 +40,7 @@ SETTING = """\
 - {layers} blocks of width {width}. AdamW with a learning rate of 2e-3, decay 0.05, batches of 64, in all arms.
 - The gate is 1 for a quarter of the steps, falls for half of them and is 0 for a quarter, with the robust calibration
   and the guard.
+- Chance alone moves an accuracy of 0.87 on {test} images by 0.016, so a single seed shows no smaller difference.
 - Diverged is a run whose loss was not finite, whose gate did not reach 0, or that is no better than a guess.
 - The paper has no such table that is known to us, so none stands beside this one.
 """
@@ -76,7 +78,7 @@ def text(rows: list[Row]) -> str:
         parts.append(_arms(own, task))
     lost = [f"- {row['task']}, {row['arm']}, seed {row['seed']}: {row['why']}" for row in rows if row["diverged"]]
     parts.append("## Diverged\n\n" + "\n".join(lost or ["None."]) + "\n")
-    return "\n".join([*parts, SETTING.format(width=width, layers=layers)])
+    return "\n".join([*parts, SETTING.format(width=width, layers=layers, test=TEST)])
 
 
 def _arms(rows: list[Row], task: str) -> str:
@@ -88,8 +90,9 @@ def _arms(rows: list[Row], task: str) -> str:
         score = with_error([row[column] for row in kept])
         base = {row["seed"]: row[column] for row in rows if row["arm"] == "norm" and not row["diverged"]}
         change = [row[column] - base[row["seed"]] for row in kept if row["seed"] in base]
-        paired = mean_and_error(change)
-        moved = "" if arm == "norm" or not change else f"{paired[0]:+.4f} ± {paired[1]:.4f}"
+        mean, error = mean_and_error(change)
+        moved = "" if arm == "norm" or not change else f"{mean:+.4f}"
+        moved += "" if not moved or math.isnan(error) else f" ± {error:.4f}"
         left = kept[0]["norms"] if kept else ""
         lines.append([f"`{arm}`", left, len(own), score, moved, f"{len(own) - len(kept)} of {len(own)}"])
     name = "accuracy" if task == "classes" else "squared error"
