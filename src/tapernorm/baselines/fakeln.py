@@ -38,10 +38,12 @@ class FakeLNConfig:
 
     Args:
         start: steps before the first switch, in which the running means settle; at least 1.
-        mlp, qk, v: steps from one block to the next, for ln_2, for ln_1 as queries and keys see it, and as values do.
+        mlp: steps from one block to the next, for ln_2.
+        qk: the same for ln_1 as queries and keys see it.
+        v: the same for ln_1 as values do.
         final: steps from the last block's values to the final norm.
-        eot, bos: steps from there to the end of the special treatment of end-of-text tokens, and from there to that
-            of the first position.
+        eot: steps from there to the end of the special treatment of end-of-text tokens.
+        bos: steps from there to the end of that of the first position.
         weight: λ of the auxiliary loss; 0 turns it off.
         decay: of the running means, per optimizer step.
 
