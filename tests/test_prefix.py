@@ -63,7 +63,9 @@ def test_constants_do_what_the_tokens_do(family, attention):
     wanted = with_tokens(stock, IDS)
     # Norms and rotary angles of these families are float32 in a float64 model; gpt2's and opt's are not, but for the
     # softmax of opt's eager attention.
-    bound = 1e-12 if family in LEARNED and (family, attention) != ("opt", "eager") else 1e-6
+    bound = 1e-12 if family in LEARNED else 1e-6
+    if (family, attention) == ("opt", "eager"):
+        bound = 2**-23
     assert relative(logits(model, IDS), wanted) < bound
     assert relative(logits(stock, IDS), wanted) > 1e-2  # the prefix matters
     assert relative(logits(model, IDS[:, :1]), wanted[:, :1]) < bound

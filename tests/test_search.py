@@ -207,7 +207,7 @@ def test_trials_end_when_the_budget_is_used(monkeypatch):
 def test_a_rise_is_likely_by_its_spread_over_sequences():
     before = torch.zeros(4, 2, dtype=torch.float64)
     after = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 1.0], [0.0, 4.0]], dtype=torch.float64)
-    assert likely_rise(after, before) == pytest.approx(1 + (2 / 3) ** 0.5 / 2)  # rises of 0, 1, 1 and 2
+    assert likely_rise(after, before) == pytest.approx(1 + 2 * (2 / 3) ** 0.5 / 2)  # rises of 0, 1, 1 and 2
     assert likely_rise(after + 1, before + 1) == likely_rise(after, before)
     assert likely_rise(after[:1], before[:1]) == 0
     after[2, 1] = torch.nan

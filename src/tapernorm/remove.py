@@ -97,7 +97,7 @@ def remove_(
         texts: texts like those that the model is for, or [N, T] token ids (which leave room for a prefix).
         tokenizer: needed for texts, and to look for a prefix.
         budget: the loss may rise by this share. Held-out text decides, and a rise that is likely on other text: its
-            mean and its standard error.
+            mean and two standard errors.
         prefix: token ids of a constant prefix; () for none; None: one is looked for where tokens are massive.
         keep: glob patterns of norms to leave alone, as in `TaperConfig`. The final norm stays always.
         refit: also fit the linear maps that write into the residual stream; False changes nothing but what reads

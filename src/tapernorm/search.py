@@ -328,11 +328,11 @@ class Search:
 
 
 def likely_rise(after: Tensor, before: Tensor) -> float:
-    """How far the mean loss rises on other text of the kind, but for one time in six: the mean over sequences and its
-    standard error. ∞ where a loss is not finite. [N, T] each"""
+    """How far the mean loss rises on other text of the kind, but for one time in forty: the mean over sequences and two
+    of its standard errors. ∞ where a loss is not finite. [N, T] each"""
     rises = (after - before).double().mean(1)
     error = float(rises.std()) / len(rises) ** 0.5 if len(rises) > 1 else 0.0
-    return float(torch.nan_to_num(rises.mean() + error, nan=torch.inf))
+    return float(torch.nan_to_num(rises.mean() + 2 * error, nan=torch.inf))
 
 
 def _drift(ours: Tensor, theirs: Tensor) -> Tensor:
