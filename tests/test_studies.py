@@ -65,6 +65,22 @@ def test_runs_what_is_missing_and_writes_each_row_at_once(fake, tmp_path):
     assert other["runs"] == 2  # a row of the other scale is another run
 
 
+def test_a_row_of_other_options_is_another_run(monkeypatch, tmp_path):
+    ran = []
+
+    def run(cell, context):
+        ran.append(context.extra)
+        return {**cell, "steps": context.counts("steps").get("steps", 10)}
+
+    columns = ("size", "seed", "scale", "steps", "data")
+    study = made_of([], run=run, columns=columns, extras={"steps": "optimizer steps"}, draw=lambda rows, folder: [])
+    monkeypatch.setattr(runner, "load", lambda name: study)
+    for extra in ((), (), ("steps=20",), ("steps=20",), ("steps=10",)):
+        runner.run_study("fake", out=tmp_path, only=["seed=0"], extra=extra)
+    assert ran == [{}, {}, {"steps": "20"}, {"steps": "20"}]
+    assert [row["steps"] for row in read_rows(tmp_path / "fake")] == [10, 10, 20, 20]
+
+
 def test_a_run_that_fails_leaves_the_rows_before_it(fake, tmp_path, monkeypatch):
     def stopped(cell, context):
         if cell["seed"]:

@@ -14,6 +14,7 @@ from tapernorm.config import RunConfig
 from tapernorm.controller import TaperController
 from tapernorm.distill import Teacher
 from tapernorm.material import device
+from tapernorm.rates import lower_rates
 from tapernorm.train import TaperTrainer
 
 
@@ -31,6 +32,7 @@ def arm_trainer(
     tokenizer: Any = None,
     checkpoints: bool = True,
     teacher: Teacher | None = None,
+    rates: dict[str, float] | None = None,
 ) -> Trainer:
     """The Trainer of an arm.
 
@@ -40,6 +42,7 @@ def arm_trainer(
         rows: what to train on, `tapernorm.packing.Blocks.rows`.
         folder: for checkpoints; checkpoints: whether there are any.
         teacher: of a tapered model.
+        rates: weights that learn more slowly, by name, and the share of the rate (`tapernorm.rates`).
     """
     width = model.config.hidden_size
     rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
@@ -78,6 +81,8 @@ def arm_trainer(
         data_collator=default_data_collator,  # blocks are full: nothing to pad, and a tokenizer may have no pad token
         processing_class=tokenizer,
     )
+    if rates:
+        lower_rates(trainer.create_optimizer(), model, rates)
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
     return trainer

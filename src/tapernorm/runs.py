@@ -31,6 +31,7 @@ from tapernorm.guard import GuardStop
 from tapernorm.material import Material, continuations, device, prepare
 from tapernorm.prefix import attach_prefix, prefix_of
 from tapernorm.progress import bar
+from tapernorm.rates import rate_factors
 from tapernorm.record import Run
 from tapernorm.report import write_report
 from tapernorm.runlog import RunLog
@@ -109,7 +110,8 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
     trained = _trainable(config, material, model)
     teacher = _teacher(config, material, folder / "teacher") if controller is not None and config.distill else None
     rows = material.train.rows()
-    trainer = arm_trainer(config, trained, controller, rows, folder, material.tokenizer, teacher=teacher)
+    rates = rate_factors(model, material.train.ids[:4]) if config.kind == "taper" and not config.lora else None
+    trainer = arm_trainer(config, trained, controller, rows, folder, material.tokenizer, teacher=teacher, rates=rates)
     every = log_every(config)
     with bar(name, config.steps) as advance:
         events = run.folder / "tensorboard" / name if config.tensorboard else None

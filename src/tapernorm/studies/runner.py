@@ -64,7 +64,7 @@ def run_study(
     context = Context(scale, data or study.data, folder, options)  # type: ignore[arg-type]
     if not draw:
         _refuse_mixture(study, rows, context)
-    missing = [cell for cell in wanted if not is_done(study, cell, scale, rows)]
+    missing = [cell for cell in wanted if not is_done(study, cell, context, rows)]
     made = 0 if draw else _make(study, missing, context, minutes)
     rows = read_rows(folder)
     figures, page = present(study, rows, folder) if rows else ([], None)
@@ -91,7 +91,7 @@ def _make(study: Study, missing: list[Cell], context: Context, minutes: float | 
         for cell in missing:
             if minutes is not None and time.monotonic() - started > 60 * minutes:
                 break
-            if not is_done(study, cell, context.scale, read_rows(context.folder)):  # by another process meanwhile
+            if not is_done(study, cell, context, read_rows(context.folder)):  # by another process meanwhile
                 began = time.perf_counter()
                 row = study.run(cell, context)
                 row = _complete(study, cell, row, context, time.perf_counter() - began)
@@ -131,10 +131,11 @@ def present(study: Study, rows: list[Row], folder: Path) -> tuple[list[Path], Pa
     return figures, page
 
 
-def is_done(study: Study, cell: Cell, scale: str, rows: Sequence[Row]) -> bool:
-    """Whether the file holds a row of this run."""
-    keys = study.keys if "scale" not in study.columns else (*study.keys, "scale")
-    wanted = [str({"scale": scale, **cell}[key]) for key in keys]
+def is_done(study: Study, cell: Cell, context: Context, rows: Sequence[Row]) -> bool:
+    """Whether the file holds a row of this run, with the options that are given: one of other steps is another run."""
+    named = {"scale": context.scale, **context.extra, **cell}
+    keys = [key for key in named if key in study.keys or (key in study.columns and key not in cell)]
+    wanted = [str(named[key]) for key in keys]
     return any([str(row.get(key)) for key in keys] == wanted for row in rows)
 
 
