@@ -12,8 +12,8 @@ those that cost least alone; how many is found by a few trials, on the loss of h
 
 Why the tail: a gated MLP is quadratic in its input, so a token a little above its usual scale grows from block to
 block once nothing holds it, and takes its whole sequence along. So branches that grow faster than the residual
-(measured, not named) lose their norm in every other block at most, and only where from there on no token stands out;
-and a removal that would let a token of held-out text run away, were its drift twice as large, is taken back.
+(measured, not named) lose their norm only where from there on no token stands out; and a removal that would let a token
+of held-out text run away, were its drift twice as large, is taken back.
 """
 
 from __future__ import annotations

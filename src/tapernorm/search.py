@@ -39,9 +39,9 @@ class Search:
     # Trials end when so much of the budget is used. Costs are measured on so many tokens, of what was fitted on more.
     TRIALS, USED = 4, 0.85
     COST_TOKENS, COST_FIT = 1024, 4096
-    # A branch of a higher power than LINEAR loses its norm in one block of APART, and only where from there on no token
-    # stands above UNIFORM times the median scale of any norm.
-    LINEAR, APART, UNIFORM = 1.4, 2, 1.4
+    # A branch of a higher power than LINEAR loses its norm only where from there on no token stands above UNIFORM times
+    # the median scale of any norm.
+    LINEAR, UNIFORM = 1.4, 1.4
 
     def __init__(
         self, model: Any, chosen: list[NormSite], fit: Tensor, check: Tensor, refit: bool, progress: Progress | None
@@ -197,16 +197,13 @@ class Search:
 
     def order(self, costs: dict[str, float]) -> list[str]:
         """Norms from the cheapest on, less those of branches that grow fast and need theirs: where a token stands out,
-        here or at any later norm, and in all but one block of `APART`. Between them a token that drifts meets norms,
-        which take back what the last one made of it."""
+        here or at any later norm."""
         names = list(self.norms)
-        rows: dict[int, list[str]] = {}  # of fast branches, by where in `APART` blocks they are
-        for name in filter(self._grows_fast, costs):
-            if max(self.stands_out.get(later, 1.0) for later in names[names.index(name) :]) <= self.UNIFORM:
-                rows.setdefault((self.chain.block_of(name) or 0) % self.APART, []).append(name)
-        longest = max(rows.values(), key=lambda row: (len(row), -sum(costs[name] for name in row)), default=[])
-        chosen = [name for name in costs if not self._grows_fast(name)] + longest
-        return sorted(chosen, key=lambda name: costs[name])
+        may = {n for n in costs if not self._grows_fast(n) or self._is_uniform(names[names.index(n) :])}
+        return sorted(may, key=lambda name: costs[name])
+
+    def _is_uniform(self, names: list[str]) -> bool:
+        return max(self.stands_out.get(name, 1.0) for name in names) <= self.UNIFORM
 
     def remove(self, wanted: set[str]) -> Tensor:
         """Remove `wanted` in the order of depth, less those that let a token run away. Returns the losses of held-out
