@@ -63,8 +63,11 @@ def test_every_step_is_that_of_the_stock_forward(case, padding, static, monkeypa
         cache, seen, made = (StaticCache if static else DynamicCache)(**own), mask, []
         calls = stock_calls(monkeypatch, model.model.layers[0].self_attn)
         for step in (IDS, IDS[:, :1], IDS[:, 1:2], IDS[:, 2:5]):  # the last: several tokens after others
-            made.append(model(input_ids=step, attention_mask=seen, cache=cache, use_cache=True).logits)
-            seen = torch.cat([seen, torch.ones_like(step)], dim=1)[:, : seen.shape[1] + step.shape[1]]
+            more = {"cache": cache, "use_cache": True}
+            if padding:  # a row of positions for each text
+                more["position_ids"] = (seen.cumsum(1) - 1).clamp(min=0)[:, -step.shape[1] :]
+            made.append(model(input_ids=step, attention_mask=seen, **more).logits)
+            seen = torch.cat([seen, torch.ones_like(step)], dim=1)
         assert len(calls) == (0 if model is short else 8)
         monkeypatch.undo()
         found.append(made)
