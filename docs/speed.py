@@ -56,7 +56,7 @@ What taking the norms out is worth in tokens a second, measured so that the answ
 - With arm `internal` the last norm stays, in stock's own form, in the unfused and folded variants too. Weights are
   random: speed does not depend on them, apart from numbers too small to be normal.
 - Rows that differ in date, device, threads, versions, dtype, attention, mode, batch, cache, lengths or compile mode are
-  in different tables, and must not be compared.
+  in different tables, and must not be compared. A cell is empty where the variant has changed since that day.
 
 This page is made by `python docs/speed.py` from the rows in `benchmarks/results`, which the scripts in `benchmarks`
 append; on a GPU `sh benchmarks/gpu.sh OUT`.
