@@ -36,7 +36,7 @@ What taking the norms out is worth in tokens a second, measured so that the answ
 | `functional` | `torch.nn.functional.rms_norm` or `layer_norm`: the quick norm that anybody can have |
 | `unfused` | removed norms are a product by a vector, c·γ̃·h |
 | `folded` | removed norms are gone, their scales are in the weights |
-| `folded-fused` | folded, and q, k, v are one product, gate and up another |
+| `folded-fused` | folded; q, k, v are one product, gate and up another, and what follows takes fewer calls |
 | `stock-again` | a second copy of stock: what it shows beside 1.00 is noise |
 
 - All variants, eager and compiled, take turns in every round, in an order drawn anew. A ratio is the median over the
@@ -56,7 +56,7 @@ What taking the norms out is worth in tokens a second, measured so that the answ
 - With arm `internal` the last norm stays, in stock's own form, in the unfused and folded variants too. Weights are
   random: speed does not depend on them, apart from numbers too small to be normal.
 - Rows that differ in date, device, threads, versions, dtype, attention, mode, batch, cache, lengths or compile mode are
-  in different tables, and must not be compared.
+  in different tables, and must not be compared. A cell is empty where the variant has changed since that day.
 
 This page is made by `python docs/speed.py` from the rows in `benchmarks/results`, which the scripts in `benchmarks`
 append; on a GPU `sh benchmarks/gpu.sh OUT`.
@@ -141,9 +141,12 @@ READING = """\
 - **Fusing projections is no removal of norms.** A stock model could have it as well, with its norms left where they
   are: `folded-fused` against `folded` is what the fusion brings, and only `folded` against the first rows is about
   norms.
-- **Why fusing gains so little more.** A step of the folded 1m takes 4.2 ms, of which the attention's calls take 2.5:
-  rotary embedding, cache, the kernel and what leads to it. Three products fewer a layer and two splits more change
-  nothing there. What takes the rest away is one compiled step ([Writing text](#writing-text)), not larger products.
+- **What fusing gains is calls, not arithmetic.** A decoded token of a small model waits for Python. From one product
+  queries and keys are turned together, and views, transpositions and module calls between the products are made once
+  or not at all ([Fused products](deploying.md#fused-products)): a third fewer operations a layer than folded. The
+  products alone, with the stock code around them, gain little.
+- **Fused is for decoding.** Over hundreds of tokens its slices lie apart in memory, which costs what the calls save:
+  look at the rows with T 512 before fusing for those. Compiled, it runs the stock code around its products.
 - **A model that waits for its weights** (a share of the bandwidth near 100 %), or in one forward over many tokens for
   its products, spends little of its time on norms, and cannot gain more than that.
 - A ratio within the spread of `stock-again` is no difference.

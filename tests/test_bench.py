@@ -57,6 +57,8 @@ def test_variants_of_a_stock_model(family, arm):
         close(logits(made["folded-fused"]), logits(made["folded"]))
     assert not torch.allclose(logits(made["folded"]), before, rtol=1e-2)
     assert not any(variant.training for variant in made.values())
+    # Those of a controller would break every compiled graph of the unfused one.
+    assert not any(m._forward_pre_hooks for variant in made.values() for m in variant.modules())
     # The norms are what they are called.
     count = 5 if arm == "all" else 4
     assert kinds(made["functional"]) == ["FunctionalNorm"] * 5

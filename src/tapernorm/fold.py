@@ -34,6 +34,7 @@ from tapernorm.fuse import find_groups, fuse_groups
 from tapernorm.modules import NO_EPS, FixedLinear, TaperNorm, evaluation, taper_norms
 from tapernorm.prefix import prefix_of
 from tapernorm.products import backwards, claims, forwards, refuse_no_bias, rounded, targets
+from tapernorm.shorten import shorten_
 from tapernorm.sites import NormSite, default_example, examine, run
 from tapernorm.soundness import FoldError, refuse_held, refuse_lost
 from tapernorm.trace import Consumer, tensors
@@ -73,6 +74,7 @@ class FoldReport:
     roles: dict[str, str]
     fused: tuple[tuple[str, ...], ...] = ()
     unfused: dict[str, str] = dataclasses.field(default_factory=dict)
+    shortened: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -117,6 +119,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False, fuse:
             try:
                 new_biases, untied = _apply(model, plan)
                 take_apart = fuse_groups(model, groups)
+                shortened = shorten_(model, inputs) if groups else ()
                 error, relative, bound = compare_outputs(before, outputs_of(model, inputs), narrowed)
             except BaseException:
                 if take_apart is not None:
@@ -143,6 +146,7 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False, fuse:
         roles={site.name: site.role for site in sites},
         fused=tuple(group.names for group in groups),
         unfused=unfused,
+        shortened=shortened,
     )
 
 

@@ -7,7 +7,8 @@ below the other. Fewer launches and a larger product; what it is worth depends o
 
 Which maps read the same tensor is seen in one forward, never guessed from names: queries read another tensor than
 keys and values where a decoder attends to an encoder. A module goes on calling `self.q_proj(x)`; what stands there is
-a `FusedPart` (`tapernorm.modeling_tapernorm`), which hands out its slice.
+a `FusedPart` (`tapernorm.modeling_tapernorm`), which hands out its slice. Modules that are seen to compute a gated MLP
+or an attention with rotary positions from such a product do so in fewer calls (`tapernorm.shorten`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tapernorm import modeling_tapernorm as modeling
 from tapernorm.inputs import default_example, run
 from tapernorm.layout import is_fused_part
 from tapernorm.modules import evaluation, taper_norms
+from tapernorm.shorten import lengthen_, shorten_
 from tapernorm.soundness import FoldError
 from tapernorm.trace import hooks
 
@@ -49,10 +51,12 @@ class Group:
 @dataclasses.dataclass(frozen=True)
 class FuseReport:
     """What `fuse_` did: the groups that are one product now, by full name; why others that read one tensor are not;
-    and the largest error against the model before, absolute, relative to the largest output, and its bound."""
+    modules that compute the rest in fewer calls (`tapernorm.shorten`); and the largest error against the model before,
+    absolute, relative to the largest output, and its bound."""
 
     fused: tuple[tuple[str, ...], ...]
     unfused: dict[str, str]
+    shortened: tuple[str, ...]
     max_abs_logit_error: float
     relative_error: float
     bound: float
@@ -87,12 +91,13 @@ def fuse_(model: nn.Module, example: Any = None) -> FuseReport:
             raise FoldError("the model's output on the example is not finite, or there is none; nothing was fused")
         undo = fuse_groups(model, groups)
         try:
+            shortened = shorten_(model, inputs)
             error = fold.compare_outputs(before, fold.outputs_of(model, inputs), fold.examine(model, inputs)[1])
         except BaseException:
             undo()
             raise
     fold.guard_saving(model)
-    return FuseReport(tuple(group.names for group in groups), unfused, *error)
+    return FuseReport(tuple(group.names for group in groups), unfused, shortened, *error)
 
 
 def find_groups(model: nn.Module, inputs: Any) -> tuple[list[Group], dict[str, str]]:
@@ -196,6 +201,7 @@ def fuse_groups(model: nn.Module, groups: list[Group]) -> Any:
     old: list[tuple[Any, str, Any]] = []
 
     def undo() -> None:
+        lengthen_(model)
         for group in groups:
             vars(model.get_submodule(group.owner))["_modules"].pop(group.whole, None)
         for owner, part, linear in old:
@@ -256,4 +262,4 @@ def unfuse_(model: nn.Module) -> nn.Module:
         model.set_submodule(name, linear)
     for part in parts.values():
         part.owner._modules.pop(part.whole, None)
-    return model
+    return lengthen_(model)

@@ -60,6 +60,8 @@ def layout_of(model: PreTrainedModel) -> dict[str, Any]:
     layout = {"removed_norms": _short(gone, fresh), "added_biases": _short(biased, fresh), "untied": untied}
     if fused := _fused(model, fresh):
         layout["fused_linears"] = fused
+    if short := _short_forwards(model, fresh):
+        layout["short_forwards"] = short
     if prefix_of(model):
         layout |= {"constant_prefix": list(prefix_of(model)), "prefix_shapes": dict(model.config.prefix_shapes)}
     return layout
@@ -73,10 +75,21 @@ def _fused(model: nn.Module, fresh: Iterable[str]) -> dict[str, dict[str, list[s
         if is_fused_part(module):
             owner, _, part = name.rpartition(".")
             groups.setdefault(owner, {}).setdefault(module.whole, [""] * len(module.sizes))[module.index] = part
+    return _starred(groups, fresh)
+
+
+def _short_forwards(model: nn.Module, fresh: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{module: what its forward computes in fewer calls}, with stars where they may be."""
+    short = {name: vars(module).get("short") for name, module in model.named_modules()}
+    return _starred({name: how["saved"] for name, how in short.items() if how}, fresh)
+
+
+def _starred(values: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """By module, those with equal values under one name if stars can say it."""
     alike: dict[str, set[str]] = {}
-    for owner, wholes in groups.items():
-        alike.setdefault(json.dumps(wholes, sort_keys=True), set()).add(owner)
-    found = {name: json.loads(key) for key, owners in alike.items() for name in _short(owners, fresh)}
+    for name, value in values.items():
+        alike.setdefault(json.dumps(value, sort_keys=True), set()).add(name)
+    found = {name: json.loads(key) for key, names in alike.items() for name in _short(names, known)}
     return dict(sorted(found.items()))
 
 
@@ -96,7 +109,9 @@ def _short(names: set[str], known: Iterable[str]) -> list[str]:
 def changed_config(model: PreTrainedModel, fields: dict[str, Any], **more: Any) -> Any:
     """The config of type `tapernorm_<base>` that describes the model."""
     config_class = modeling.get_class(modeling.PREFIX + stock_class(type(model.config)).__name__)
-    values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "auto_map")}
+    # What the folder said from which the model comes may be so no more: its linear maps may have been taken apart.
+    said = {"model_type", "auto_map", *modeling.FIELDS}
+    values = {k: v for k, v in model.config.to_dict().items() if k not in said}
     if fields["untied"] and set(fields["untied"]) == set(stock_class(type(model))._tied_weights_keys):
         values["tie_word_embeddings"] = False  # not where other ties remain, as between T5's encoder and decoder
     config = config_class(**{**values, **fields, **more})

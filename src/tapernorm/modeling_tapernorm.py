@@ -10,6 +10,7 @@
     constant_prefix token ids of the constant prefix, whose keys and values stand before those of every text
     prefix_shapes   attention modules that hold them, with (heads, tokens, width of a key, width of a value)
     fused_linears   module -> {linear map: those of the stock class that it stands for}; they read one tensor
+    short_forwards  module -> what its forward computes, of those that do so in fewer calls here
 
 The file imports nothing but torch and transformers, so that its copy in a model folder works alone, and is one file for
 that reason, however long:
@@ -36,6 +37,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -45,7 +47,8 @@ GUARD = "its norms were taken out: use an Auto class with trust_remote_code=True
 # The mixins stand before a stock class, which a type checker must be told and Python must not.
 _ConfigBase: Any = PreTrainedConfig if TYPE_CHECKING else object
 _ModelBase: Any = PreTrainedModel if TYPE_CHECKING else object
-FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "constant_prefix", "prefix_shapes", "fused_linears")
+FIELDS = ("removed_norms", "added_biases", "untied", "tapered", "constant_prefix", "prefix_shapes")
+FIELDS += ("fused_linears", "short_forwards")
 ATTENTION = "prefix_"  # before sdpa and eager: the name of an attention function that knows the prefix
 
 
@@ -72,6 +75,7 @@ class ConfigMixin(_ConfigBase):
     constant_prefix = ()  # not `prefix`: pipelines take that for a text
     prefix_shapes: Any = {}  # noqa: RUF012 - a class's default, replaced and never changed
     fused_linears: Any = {}  # noqa: RUF012
+    short_forwards: Any = {}  # noqa: RUF012
 
     def to_json_string(self, use_diff=True):
         values = json.loads(super().to_json_string(use_diff))
@@ -152,6 +156,9 @@ class ModelMixin(_ModelBase):
                 for whole, parts in groups.items():
                     fuse_linears(self.get_submodule(name), whole, parts)
                     gone += [f"{name}.{part}" for part in parts]
+        for pattern, how in dict(config.short_forwards).items():
+            for name in self._find_all(config, [pattern]):
+                shorten(self.get_submodule(name), how)
         if getattr(self, "_tp_plan", None):  # a tensor-parallel rule for a module that is gone stops the loading
             self._tp_plan = {k: v for k, v in self._tp_plan.items() if k not in set(map(starred, gone))}
         for pattern, shape in dict(config.prefix_shapes).items():
@@ -205,8 +212,7 @@ class FusedPart(nn.Module):
         return parts[index]
 
     def __call__(self, input):
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        return super().__call__(input) if hooked else self.forward(input)
+        return super().__call__(input) if hooks_of(self) else self.forward(input)
 
     def _rows(self, name):
         tensor = getattr(self.owner._modules[self.whole], name)
@@ -216,11 +222,15 @@ class FusedPart(nn.Module):
     in_features, out_features = property(lambda self: self.weight.shape[1]), property(lambda self: len(self.weight))
 
 
+def hooks_of(module):
+    """Those that a call runs; something false where there are none."""
+    return module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+
+
 def product(linear, input):
     """linear(input); where nobody could tell, without the calls, which are half of what a small product costs."""
     own = vars(linear)
-    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    if hooked or type(linear) is not nn.Linear or "forward" in own:
+    if hooks_of(linear) or type(linear) is not nn.Linear or "forward" in own:
         return linear(input)
     return nn.functional.linear(input, own["_parameters"]["weight"], own["_parameters"]["bias"])
 
@@ -247,6 +257,85 @@ def fuse_linears(owner, whole, parts):
         setattr(owner, part, FusedPart(owner, whole, sizes, index, left).train(owner.training))
     setattr(owner, whole, made)
     return made
+
+
+# Forwards in fewer calls. A small model that decodes waits for Python; these start the operations of the stock forward
+# that count, and no others. Whether a module computes this is seen in its forward (`tapernorm.shorten`), never guessed
+# from names. A call that is in any way unlike those that were seen takes the stock forward.
+
+
+def shorten(module, how):
+    """Give a module the forward that `how["kind"]` names. Raises ValueError where it lacks the modules for it."""
+    modules = module._modules
+    parts = {name for name, part in modules.items() if type(part) is FusedPart and part.whole == how.get("whole")}
+    if not parts or how.get("kind") not in SHORT or not {how.get("out"), how.get("act", how.get("out"))} <= {*modules}:
+        raise ValueError(f"a {type(module).__name__} has no forward such as the config's short_forwards says: {how}")
+    module.short = how | {"saved": how, "parts": sorted(parts, key=lambda name: modules[name].index)}
+    if "known" in how:
+        half = modules[module.short["parts"][0]].sizes[0] // how["heads"] // 2
+        module.short |= {"known": frozenset(how["known"]), "halves": (half, half)}
+    module.forward = functools.partial(SHORT[how["kind"]], module)
+
+
+def _as_seen(module):
+    """No training, nothing hooked or put in another's place; and no compiler, which needs none of this."""
+    if module.training or torch.compiler.is_compiling():
+        return False
+    for name in module.short["parts"]:
+        part = module._modules[name]
+        if type(part) is not FusedPart or hooks_of(part):
+            return False
+    return True
+
+
+def short_mlp(module, *args, **kwargs):
+    """out(act(a) · b), [a | b] = whole(x) or [b | a]"""
+    how, modules = module.short, module._modules
+    out, act, acted = modules[how["out"]], modules[how["act"]], how["acted"]
+    plain = len(args) == 1 and not kwargs and type(out) is nn.Linear and _as_seen(module)
+    if not plain or args[0].dtype != vars(out)["_parameters"]["weight"].dtype:  # T5 casts between the two
+        return type(module).forward(module, *args, **kwargs)
+    made = product(modules[how["whole"]], args[0])
+    parts = torch.split_with_sizes(made, modules[how["parts"][0]].sizes, -1)
+    act = act if hooks_of(act) else act.forward
+    return product(out, act(parts[acted]) * parts[1 - acted])
+
+
+def _is_sdpa(config):
+    name = object.__getattribute__(config, "__dict__").get("_attn_implementation_internal")  # the property takes 4 µs
+    return name == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def short_attention(module, *args, **kwargs):
+    """out(attention(turn(q), turn(k), v)), [q | k | v] = whole(x): q and k, side by side, are turned together.
+
+    turn([l | r]) = [l | r] · cos + [−r | l] · sin. [batch, heads, tokens, width of a head]"""
+    how, modules, get = module.short, module._modules, cast(Any, kwargs.get)
+    x = args[0] if args else get(how["input"])
+    rotary, mask, cache = get(how["rotary"]), get(how["mask"]), get(how["cache"])
+    odd = not isinstance(x, torch.Tensor) or not isinstance(rotary, tuple) or not kwargs.keys() <= how["known"]
+    if odd or len(args) > 1 or type(cache) not in CACHES or not _as_seen(module) or not _is_sdpa(module.config):
+        return type(module).forward(module, *args, **kwargs)
+    (batch, length, _), heads, keys = x.shape, how["heads"], how["keys"]
+    made = product(modules[how["whole"]], x).view(batch, length, heads + 2 * keys, -1).transpose(1, 2)
+    both, value = torch.split_with_sizes(made, (heads + keys, keys), 1)
+    cos, sin = rotary if len(rotary[0]) == 1 else (t.unsqueeze(1) for t in rotary)  # [batch or 1, tokens, width]
+    left, right = torch.split_with_sizes(both, how["halves"], -1)
+    both = both * cos + torch.cat((-right, left), -1) * sin
+    query, key = torch.split_with_sizes(both, (heads, keys), 1)
+    if cache is not None:
+        key, value = cache.update(key, value, getattr(module, how["index"]), kwargs=kwargs)
+    if length == 1 and mask is None:  # what the function would do
+        grouped = heads != keys
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, scale=how["scaling"], enable_gqa=grouped)
+    else:
+        mixed = sdpa_attention_forward(module, query, key, value, mask, scaling=how["scaling"])[0]
+    return product(modules[how["out"]], mixed.reshape(batch, length, -1)), None
+
+
+SHORT: Any = {"mlp": short_mlp, "attention": short_attention}
+# A cache of somebody's own may read what else a call holds.
+CACHES = (transformers.DynamicCache, transformers.StaticCache, type(None))
 
 
 # The constant prefix. Its keys and values are buffers of the attention modules, put before those that the cache

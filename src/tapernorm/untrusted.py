@@ -137,7 +137,7 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
         if abs(value) > limit:
             raise ValueError(f"{path}: {key} is {value}, which no model has")
     kinds = {"model_type": str, "architectures": list, "tapered": dict, "auto_map": dict, "quantization_config": dict}
-    kinds["fused_linears"] = dict
+    kinds |= {"fused_linears": dict, "short_forwards": dict}
     for key, kind in kinds.items():
         if config.get(key) is not None and not isinstance(config[key], kind):
             raise ValueError(f"{path}: {key} is a {type(config[key]).__name__} and must be a {kind.__name__}")

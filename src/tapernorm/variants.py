@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from tapernorm import hub, layout
 from tapernorm.config import Arm, TaperConfig
-from tapernorm.convert import get_controller, restore_, taper_
+from tapernorm.convert import get_controller, release, restore_, taper_
 from tapernorm.fold import fold_
 from tapernorm.modules import taper_norms
 from tapernorm.probe import Norm, gain
@@ -77,6 +77,7 @@ def variants(
     fused = copy.deepcopy(made["unfused"])
     if fold_(fused, fuse=True).fused:
         made["folded-fused"] = fused
+    release(made["unfused"])  # a hook that only training needs would be a break in every compiled graph
     if again:
         made[AGAIN] = copy.deepcopy(stock)
     return made
