@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tapernorm.layout import layout_of
 from tapernorm.modeling_tapernorm import name_pattern
 from tapernorm.modules import evaluation, first_input
+from tapernorm.statistics import token_scale
 from tapernorm.trace import Trace
 
 
@@ -44,8 +45,7 @@ def rate_factors(model: Any, ids: Tensor) -> dict[str, float]:
     scales: dict[str, list[Tensor]] = {name: [] for name in found}
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        h = first_input(args, kwargs).detach().float()
-        scales[name].append(h.pow(2).mean(-1).sqrt().flatten())
+        scales[name].append(token_scale(first_input(args, kwargs).detach(), "rms", 0.0).flatten())
 
     handles = [
         model.get_submodule(name).register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)

@@ -134,7 +134,7 @@ def present(study: Study, rows: list[Row], folder: Path) -> tuple[list[Path], Pa
 def is_done(study: Study, cell: Cell, context: Context, rows: Sequence[Row]) -> bool:
     """Whether the file holds a row of this run, with the options that are given: one of other steps is another run."""
     named = {"scale": context.scale, **context.extra, **cell}
-    keys = [key for key in named if key in study.keys or (key in study.columns and key not in cell)]
+    keys = [key for key in named if key in study.columns]
     wanted = [str(named[key]) for key in keys]
     return any([str(row.get(key)) for key in keys] == wanted for row in rows)
 
