@@ -43,7 +43,7 @@ def formula(model, **inputs):
         deviation = (r * module.fixed_norm.c.to(r.dtype)).log().pow(2)
         seen.append((deviation if mask is None else deviation * mask).sum())
 
-    handles = [m.register_forward_pre_hook(hook) for m in taper_norms(model).values() if m.path != "fixed"]
+    handles = [m.register_forward_pre_hook(hook) for m in taper_norms(model).values()]
     logits = model(**inputs).logits
     for handle in handles:
         handle.remove()
@@ -142,11 +142,18 @@ def test_two_forwards_of_one_call():
     close(model, wanted)
 
 
-def test_it_is_over_when_the_norms_are_gone():
-    model, controller = ready("llama", 7)
+@ROW
+def test_it_goes_on_until_the_fold(name):
+    """At gate 0 too tokens are drawn to one scale, with the gradient that autograd gives."""
+    rows = ids(4)
+    _, wanted = reference(name, [{"input_ids": rows}], 7)
+    model, controller = ready(name, 7)
     assert controller.phase == "done"
-    model(input_ids=ids(2))
-    assert float(controller.auxiliary_loss()) == 0.0
+    loss = target(model(input_ids=rows).logits, rows)
+    found = controller.auxiliary_loss()
+    assert float(found) > 0
+    (loss + found).backward()
+    close(model, wanted)
     controller.step()
 
 

@@ -86,9 +86,9 @@ class TaperConfig:
         prefix: 1 to 4 token ids whose keys and values become constants in front of every text, before anything is
             tapered (`tapernorm.prefix`); `tapernorm.find_prefix` proposes them.
         uniformity_weight: weight of the uniformity loss, Σ over sites of the mean over tokens of (log r·c)², until
-            the gate is 0 (`tapernorm.uniformity`); 0 turns it off.
-        cap: κ of the seat belt: while 0 < g < 1 the fixed branch's scale for a token is c·min(1, κ/(c·r)); 2 to 4
-            is usual, None turns it off.
+            the fold (`tapernorm.uniformity`); 0 turns it off.
+        cap: κ of the seat belt: below gate 1 the fixed branch's scale for a token is c·min(1, κ/(c·r)), at gate 0 in
+            training only; 2 to 4 is usual, None turns it off.
         massive_ratio: a token whose r is above this multiple of its site's median in warm-up is massive.
         allow_massive: go on although massive tokens were seen.
         stagger: how much later than the first site the last one starts, as a share of taper_steps, 0 ≤ stagger < 1.

@@ -380,8 +380,8 @@ class TaperController:
         self._observe()
 
     def _observe(self) -> None:
-        """Statistics are gathered in warm-up only; uniformity asks for a c, and for a norm that is still there."""
+        """Statistics are gathered in warm-up only; uniformity asks for a c."""
         for name, module in self.sites.items():
             module.observer = self._statistics[name] if self.phase == "warmup" else None
         if self.uniformity is not None:
-            self.uniformity.active = self.step_count > 0 and self.phase != "done"
+            self.uniformity.active = self.step_count > 0

@@ -3,7 +3,8 @@
     TaperNorm, rms:    g · h/r · γ            + (1 − g) · c · h · γ̃
     TaperNorm, layer:  g · ((h−μ)/σ · γ + β)  + (1 − g) · (c · (h−μ) · γ̃ + β̃)
 
-With a seat belt κ (`TaperConfig.cap`), while 0 < g < 1, a token's c is c · min(1, κ/(c r)).
+With a seat belt κ (`TaperConfig.cap`) a token's c is c · min(1, κ/(c r)), while 0 < g < 1 and, in training, at g = 0: a
+token that runs away where nothing holds it takes the whole batch along, and is never brought back.
 
 (arXiv 2602.10408, section 3). h: [..., D]; γ, γ̃, β, β̃: [D]; g and c: one number a site, float32 always. With a linear
 fixed branch (`TaperConfig.fixed`) a matrix Γ̃, [D, D], stands for γ̃: c · Γ̃ h.
@@ -78,7 +79,7 @@ class TaperNorm(nn.Module):
 
     Three paths, chosen by a plain attribute, so that a gate that moves never recompiles: `"exact"` calls the
     replaced norm itself, so that its output is the same to the bit in every dtype and cast order; `"mixed"`
-    reads the gate from a buffer; `"fixed"` computes no statistics.
+    reads the gate from a buffer; `"fixed"` computes no statistics (in training with a seat belt, `"mixed"` at gate 0).
 
     The names of the parts are chosen for stock optimizers: transformers' Trainer takes parameters whose names
     contain `norm.` or `_norm.` out of weight decay, wherever this module sits.
@@ -131,11 +132,11 @@ class TaperNorm(nn.Module):
                     torch.ops.tapernorm.observe(h, self._handle)
             elif self.observer is not None and not in_backward():
                 self.observer(h)
-            if self.pull is not None and self.path != "fixed":
+            if self.pull is not None:
                 h = self.pull(h)
         if self.path == "exact":
             return self._hold(self.norm(h), self.fixed_norm)
-        if self.path == "fixed":
+        if self.path == "fixed" and not (self.training and self.cap is not None):
             return self._hold(self.fixed_norm(h), self.norm)
         return self._mix(h)
 

@@ -3,7 +3,7 @@
     weight · Σ_sites E_tokens[(log(r · c))²],   ∂/∂h of a token = 2 log(r c) · h / (D r²)
 
 (h − μ and σ for a layer norm), with c the running value of warm-up and then the frozen one, both constants here. It
-acts while a site's gate is above 0, from the second step on, when there is a c.
+acts from the second step on, when there is a c, until the fold: at gate 0 it is what brings back tokens that run away.
 
 The loss is never a part of the graph that the model builds: inside a checkpointed block such a part fails, or is lost
 with the second forward. Instead an identity at h adds the gradient as the backward pass comes by. How much it adds,
@@ -46,7 +46,7 @@ class Uniformity:
     def __init__(self, sites: dict[str, TaperNorm], config: TaperConfig, inputs: Inputs) -> None:
         self.weight = config.uniformity_weight
         self.inputs = inputs
-        self.active = False  # set by the controller: there is a c, and a gate above 0
+        self.active = False  # set by the controller: there is a c
         self._open = _Share()
         self._closed = _Share()
         self._modules = list(sites.values())
@@ -54,8 +54,8 @@ class Uniformity:
             module.pull = _Pull(self, module)
 
     def is_first(self, module: TaperNorm) -> bool:
-        """Whether it is the one site that counts a forward's tokens: the first whose gate is not 0 yet."""
-        return module is next((each for each in self._modules if each.path != "fixed"), None)
+        """Whether it is the one site that counts a forward's tokens."""
+        return module is self._modules[0]
 
     @property
     def pending(self) -> bool:
