@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 import tapernorm as tn
 import tiny_models
+import trainers
 from tapernorm import distill
 from tapernorm.config import RunConfig
 from tapernorm.distill import Teacher, coarsen, divergence
@@ -24,6 +26,11 @@ CONFIG = tn.TaperConfig(arm="all", warmup_steps=1, taper_steps=4, anchor_weight=
 
 def logits(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def deep(family: str = "llama", seed: int = 0) -> Any:
+    """Of three blocks, so that two have a residual that is compared."""
+    return tiny_models.tiny(family, seed, layers=3)
 
 
 # The KL
@@ -68,22 +75,41 @@ def test_a_teacher_that_is_certain_gives_finite_gradients() -> None:
         assert float(found.detach()) == pytest.approx(0 if sure else math.log(50), abs=1e-5)
 
 
+def test_the_distance_behind_blocks() -> None:
+    """By the formula, 0 of one and the same, and blind to a mean where the norms are."""
+    theirs = [logits(2, 3, 8, seed=seed) for seed in range(3)]
+    ours = [h + 0.1 * logits(2, 3, 8, seed=9) for h in theirs]
+    wanted = sum(((a - b) ** 2).sum(-1) / (b**2).sum(-1) for a, b in zip(ours, theirs, strict=True)) / 3
+    torch.testing.assert_close(distill.mismatch(ours, theirs), wanted, rtol=1e-12, atol=0)
+    assert float(distill.mismatch(theirs, theirs).max()) == 0
+    shifted = [h + 5 for h in theirs]
+    assert float(distill.mismatch(shifted, theirs, centred=True).max()) < 1e-24
+    assert float(distill.mismatch(shifted, theirs).min()) > 0.1
+
+
 # In a Trainer
 
 
 @pytest.mark.parametrize("overrides", ({}, {"model_accepts_loss_kwargs": False}, {"loss_is_scaled_for_ga": False}))
-def test_it_is_the_mean_over_the_real_tokens_of_a_step(tmp_path, overrides) -> None:
+@pytest.mark.parametrize("match", [0.0, 2.0])
+def test_it_is_the_mean_over_the_real_tokens_of_a_step(tmp_path, monkeypatch, overrides, match) -> None:
     """However the step is cut and the Trainer scales its own loss, and with rows of different lengths."""
+    monkeypatch.setattr(trainers, "tiny", deep)
     rows = masked_blocks()
-    original = tiny(seed=5)
-    teacher = Teacher(original, weight=0.7, k=16)
-    student = tiny()
+    original = deep(seed=5)
+    teacher = Teacher(original, weight=0.7, k=16, match=match)
+    student = deep()
     inputs = {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask")}
-    made = student(**inputs).logits
+    made = student(**inputs, output_hidden_states=True)
     with torch.no_grad():
-        p = original(**inputs).logits
+        told = original(**inputs, output_hidden_states=True)
     real = inputs["attention_mask"] == 1
-    loss = 0.7 * divergence(made, *coarsen(p, 16))[real].sum() / real.sum()
+    loss = 0.7 * divergence(made.logits, *coarsen(told.logits, 16))[real].sum() / real.sum()
+    between = list(zip(made.hidden_states, told.hidden_states, strict=True))[1:-1]
+    assert len(between) == 2
+    for ours, theirs in between:
+        apart = (ours - theirs).pow(2).sum(-1) / theirs.pow(2).sum(-1)
+        loss = loss + match * apart[real].sum() / real.sum() / len(between)
     wanted = torch.autograd.grad(loss, list(student.parameters()))
     largest = max(float(g.abs().max()) for g in wanted)
     assert largest > 1e-3
@@ -183,6 +209,23 @@ def test_with_a_prefix_both_see_the_same_positions() -> None:
             assert abs(float(Teacher(original).loss(made, {"input_ids": ids}))) < 1e-3 < bare
 
 
+def test_it_matches_blocks(tmp_path, monkeypatch) -> None:
+    """What a student is behind its blocks comes nearer with the weight than without it."""
+    monkeypatch.setattr(trainers, "tiny", deep)
+    left = {}
+    for match in (0.0, 3.0):
+        original = deep()
+        trainer, controller, _ = make(tmp_path, config=CONFIG, max_steps=60, learning_rate=3e-3)
+        trainer.teacher = Teacher(original, 0.0, match=match) if match else None
+        trainer.train()
+        assert controller.phase == "done"
+        ids = tiny_models.ids(16, 8, seed=9)
+        with torch.no_grad():
+            both = [m.eval()(input_ids=ids, output_hidden_states=True).hidden_states for m in (trainer.model, original)]
+        left[match] = float(distill.mismatch(both[0][1:-1], both[1][1:-1]).mean())
+    assert left[3.0] < 0.5 * left[0.0], left
+
+
 # The command
 
 
@@ -205,15 +248,40 @@ def test_taper_with_a_teacher(call: Call, models, text, tmp_path, monkeypatch) -
     assert rows[-1]["divergence"] > 1e-4
 
 
+def test_taper_with_the_twin_that_keeps_its_norms(call: Call, models, text, tmp_path, monkeypatch) -> None:  # noqa: F811
+    """--teacher baseline: what was trained with its norms teaches, behind every block too, and nothing is kept."""
+    seen = []
+    monkeypatch.setattr(Teacher, "targets", lambda self, *a, own=Teacher.targets: (seen.append(self), own(self, *a))[1])
+    given = ("--data", text, "--prefix", "3", "--distill", 1, "--match", 2, "--teacher", "baseline", *QUICK)
+    out = tmp_path / "run"
+    code, said, err = call("taper", models / "llama", "--out", out, *given, "--json")
+    assert code == 0 and json.loads(said)["verify"]["passed"], err
+    assert "the model trained with its norms as a teacher, its KL with weight 1, its residuals with 2" in err
+    teacher = seen[-1]
+    assert teacher.match == 2 and teacher.store is None
+    trained = tn.hub.from_pretrained(out / "baseline" / "final")[0].state_dict()
+    assert all(
+        torch.equal(value, trained[name]) for name, value in teacher.model.state_dict().items() if name in trained
+    )
+
+
 def test_what_is_refused(tmp_path) -> None:
     for value in (-1.0, float("nan"), "1"):
         with pytest.raises(ValueError, match=r"distill=.* must be a finite number, at least 0"):
             RunConfig(kind="taper", model="m", data="a.txt", out="x", distill=value)
-    with pytest.raises(ValueError, match="pretrain has none: leave them out"):
-        RunConfig(kind="pretrain", data="a.txt", out="x", distill=1.0)
-    for options in ({"weight": 0.0}, {"weight": math.inf}, {"k": 0}):
+    for taught in ({"distill": 1.0}, {"match": 1.0}):
+        with pytest.raises(ValueError, match="pretrain has none: leave them out"):
+            RunConfig(kind="pretrain", data="a.txt", out="x", **taught)
+    with pytest.raises(ValueError, match=r"teacher='base' is not one of original, baseline.*baseline"):
+        RunConfig(kind="taper", model="m", data="a.txt", out="x", distill=1.0, teacher="base")
+    for options in ({}, {"distill": 1.0, "baseline": False}):
+        with pytest.raises(ValueError, match="leave the baseline on, and give distill or match a weight"):
+            RunConfig(kind="taper", model="m", data="a.txt", out="x", teacher="baseline", **options)
+    for options in ({"weight": 0.0}, {"weight": math.inf}, {"match": math.nan}, {"k": 0}):
         with pytest.raises(ValueError, match=r"weight=|k=0"):
             Teacher(tiny(), **options)
+    with pytest.raises(ValueError, match=r"output has no hidden_states; call it with output_hidden_states=True"):
+        Teacher(tiny(), match=1.0).loss(torch.zeros(1, 2, 64), {"input_ids": torch.zeros(1, 2, dtype=torch.long)})
     teacher = Teacher(tiny())
     with pytest.raises(ValueError, match="the batch has none"):
         teacher.loss(torch.zeros(1, 2, 64), {"inputs_embeds": torch.zeros(1, 2, 16)})

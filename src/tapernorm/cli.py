@@ -144,6 +144,8 @@ def taper(
     allow_massive: o.Massive = False,
     prefix: o.Prefix = "auto",
     distill: o.Distill = 0.0,
+    match: o.Match = 0.0,
+    teacher: o.Teacher = "original",
     lora: o.Lora = None,
     uniformity_weight: o.Uniformity = 0.0,
     cap: o.Cap = None,
@@ -242,7 +244,10 @@ def fold(
     A checkpoint in several files is folded shard by shard, in little memory; what was stopped goes on with the same
     command.
     """
-    _refuse_occupied(out, overwrite)
+    path = Path(out)
+    _folder.refuse_unwritable(path)
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise ValueError(f"{path} is not empty; pass --overwrite to replace the model in it, or another --out")
     from tapernorm.commands import fold_model
 
     fold_model(model, out, stream, compare, overwrite, as_json, fuse)
@@ -360,14 +365,6 @@ def generate(
 
 for command in (cli_runs.report, cli_runs.watch, cli_runs.study):
     app.command()(command)
-
-
-def _refuse_occupied(out: str, overwrite: bool) -> None:
-    """Before the work, not after it."""
-    path = Path(out)
-    _folder.refuse_unwritable(path)
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"{path} is not empty; pass --overwrite to replace the model in it, or another --out")
 
 
 def main() -> None:

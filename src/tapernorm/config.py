@@ -257,7 +257,10 @@ class RunConfig:
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
         fixed, uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless
             its margin is 0.
-        distill: for taper, the weight of the KL to a teacher, the original model (`tapernorm.distill`); 0: none.
+        distill: for taper, the weight of the KL to a teacher (`tapernorm.distill`); 0: none.
+        match: for taper, the weight of the distance from the teacher's residual behind every block; 0: none.
+        teacher: `"original"`, the model as it was given, or `"baseline"`, what has just been trained with its norms on
+            the same batches.
         lora: for taper, the rank of adapters that are trained in place of the linear maps (`tapernorm.lora`).
         prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.
         eval_tokens: how much of the validation text to measure on.
@@ -290,6 +293,8 @@ class RunConfig:
     allow_massive: bool = False
     prefix: str = "auto"
     distill: float = 0.0
+    match: float = 0.0
+    teacher: str = "original"
     lora: int | None = None
     uniformity_weight: float = 0.0
     cap: float | None = None
@@ -328,12 +333,25 @@ class RunConfig:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be a whole number, at least 1")
         if self.block is not None and not _is_count(self.block, 2):
             raise ValueError(f"block={self.block!r} must be a whole number of tokens, at least 2")
-        if not _is_number(self.distill) or not 0 <= self.distill < float("inf"):
-            raise ValueError(f"distill={self.distill!r} must be a finite number, at least 0: the weight of the KL")
+        for field, what in (("distill", "the KL"), ("match", "the distance behind blocks")):
+            if not _is_number(value := getattr(self, field)) or not 0 <= value < float("inf"):
+                raise ValueError(f"{field}={value!r} must be a finite number, at least 0: the weight of {what}")
+        teachers = ("original", "baseline")
+        if self.teacher not in teachers:
+            raise ValueError(
+                f"teacher={self.teacher!r} is not one of {', '.join(teachers)}{nearest(self.teacher, teachers)}"
+            )
+        if self.teacher == "baseline" and not (self.taught and self.baseline):
+            raise ValueError(
+                "teacher='baseline' is the model that this run trains with its norms: leave the baseline on, and give "
+                "distill or match a weight"
+            )
         if self.lora is not None and not _is_count(self.lora, 1):
             raise ValueError(f"lora={self.lora!r} must be a whole number, at least 1: the rank")
-        if self.kind == "pretrain" and (self.distill or self.lora):
-            raise ValueError("distill and lora start from a model that is trained; pretrain has none: leave them out")
+        if self.kind == "pretrain" and (self.taught or self.lora):
+            raise ValueError(
+                "distill, match and lora start from a model that is trained; pretrain has none: leave them out"
+            )
         rate = self.learning_rate
         if rate is not None and (not _is_number(rate) or not 0 < rate < 1):
             raise ValueError(f"learning_rate={rate!r} must be a number above 0 and below 1")
@@ -345,6 +363,11 @@ class RunConfig:
                     f"{taper.total_steps}, beyond the run's steps={self.steps}: the gate would not reach 0; "
                     "lower them or raise steps"
                 )
+
+    @property
+    def taught(self) -> bool:
+        """Whether there is a teacher."""
+        return bool(self.distill or self.match)
 
     @property
     def taper(self) -> TaperConfig:

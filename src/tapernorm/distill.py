@@ -1,17 +1,24 @@
-"""A teacher: the original model, frozen, with all its norms, to whose next tokens the tapered model is held.
+"""A teacher: a frozen model with all its norms, to whose next tokens and blocks the tapered model is held.
 
     weight · KL(p ‖ q) a token,    KL = Σ_i p_i log(p_i / q_i) + p_rest log(p_rest / q_rest)
+    match · 1/(L − 1) Σ_l ‖h_l − h*_l‖² / ‖h*_l‖² a token
+
+h_l: [D] is the residual behind block l of L, h*_l the teacher's.
 
 p is what the teacher makes of the tokens so far, q what the student makes of them; i goes over the k tokens that the
 teacher finds likeliest, and the rest of the vocabulary counts as one. So both sides are proper distributions: the KL
 is 0 where they agree, never above that of the whole vocabulary (the data-processing inequality), and equal to it where
 k is the vocabulary.
 
+The second is a target for every block at once, where the KL has to come down through all of them: it keeps a token
+from running away in the first block in which it would. The last block has the KL itself. Where norms take a mean away,
+both residuals are without it: nothing reads it, and a fold of layer norms leaves it out.
+
 Every token of the attention mask counts, the last of a sequence too, and the mean is over those of an optimizer step.
 
-The k likeliest tokens of a sequence are computed when it is seen first, rounded to float16, and kept on disk where
-`keep` was called and all of them fit (4 GiB, and half of what is free there): the teacher then runs once a sequence.
-Without `keep`, beyond that size and in several processes it runs in every step, for the same numbers.
+Without `match`, the k likeliest tokens of a sequence are computed when it is seen first, rounded to float16, and kept
+on disk where `keep` was called and all of them fit (4 GiB, and half of what is free there): the teacher then runs once
+a sequence. With `match`, without `keep`, beyond that size and in several processes it runs in every step.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +64,21 @@ def divergence(logits: Tensor, ids: Tensor, logs: Tensor) -> Tensor:
     return (p * (torch.where(p > 0, logs, 0.0) - own)).sum(-1)
 
 
+def mismatch(ours: Sequence[Tensor], theirs: Sequence[Tensor], centred: bool = False) -> Tensor:
+    """‖h − h*‖² / ‖h*‖² of each token, its mean over blocks. At least float32.
+
+    ours, theirs: [..., D] of each block; centred: less their means over D. -> [...]
+    """
+    total: Any = 0
+    for h, wanted in zip(ours, theirs, strict=True):
+        h, wanted = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (h, wanted))
+        if centred:
+            h, wanted = (x - x.mean(-1, keepdim=True) for x in (h, wanted))
+        wanted = wanted.to(h.device)
+        total = total + (h - wanted).pow(2).sum(-1) / wanted.pow(2).sum(-1).clamp(min=1e-12)
+    return total / len(ours)
+
+
 def _rest(logs: Tensor) -> Tensor:
     """log(1 − Σ exp(logs)), and a finite number where nothing is left. [..., k] -> [..., 1]"""
     left = 1 - logs.exp().sum(-1, keepdim=True)
@@ -71,44 +93,60 @@ class Teacher:
             with a constant prefix, where the student has it: then a text has the same positions in both.
         weight: of the KL, beside the cross-entropy.
         k: how many tokens count one by one.
+        match: weight of the distance of the residuals behind the blocks; the model's outputs must have them
+            (`output_hidden_states`, which `TaperTrainer` asks for).
+        centred: the norms take a mean away.
 
     Raises:
         ValueError: a weight or k out of range.
     """
 
-    def __init__(self, model: nn.Module, weight: float = 1.0, k: int = TOP) -> None:
-        if not 0 < weight < math.inf:
-            raise ValueError(f"weight={weight!r} of a teacher must be a finite number above 0")
+    def __init__(
+        self, model: nn.Module, weight: float = 1.0, k: int = TOP, match: float = 0.0, centred: bool = False
+    ) -> None:
+        if not (0 <= weight < math.inf and 0 <= match < math.inf and weight + match > 0):
+            raise ValueError(
+                f"weight={weight!r} and match={match!r} of a teacher must be finite numbers, and one of them above 0"
+            )
         if k < 1:
             raise ValueError(f"k={k!r} must be at least 1: so many tokens of the teacher count one by one")
         self.model, self.weight = model.eval().requires_grad_(False), weight
+        self.match, self.centred = match, centred
         self.k = min(k, getattr(getattr(model, "config", None), "vocab_size", None) or k)
         self.store: _Store | None = None
         self._mark = _mark(model, self.k)
         self._vocabulary: int | None = None  # seen when it runs
+        self._theirs: tuple[Tensor, ...] | None = None  # the residuals of the last run
         self._sum: Tensor | None = None
         self._tokens = 0
 
     def keep(self, folder: str | Path, rows: int, length: int) -> bool:
         """Keep what is computed in `folder`, for `rows` sequences of `length` tokens; goes on with what is there.
-        False, and nothing is kept, where that is `too_large`, or there are several processes."""
-        if too_large(folder, rows, length, self.k) or _world_size() > 1:
+        False, and nothing is kept, where that is `too_large`, there are several processes, or blocks are matched."""
+        if self.match or too_large(folder, rows, length, self.k) or _world_size() > 1:
             return False
         self.store = _Store(Path(folder), rows, length, self.k)
         return True
 
-    def loss(self, logits: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """weight · Σ over real tokens of the KL, for a caller that divides by the tokens of a step. Scalar.
+    def loss(self, logits: Tensor, inputs: Mapping[str, Any], hidden: Sequence[Tensor] | None = None) -> Tensor:
+        """Both losses with their weights, Σ over real tokens, for a caller that divides by those of a step. Scalar.
 
-        logits: the student's, [B, T, V]; inputs: `input_ids` [B, T], and `attention_mask` [B, T] if there is padding.
+        logits: the student's, [B, T, V]; inputs: `input_ids` [B, T], and `attention_mask` [B, T] if there is padding;
+        hidden: the student's `hidden_states`, [B, T, D] each, where blocks are matched.
 
         Raises:
-            ValueError: the vocabularies differ; there are no `input_ids`.
+            ValueError: the vocabularies differ; there are no `input_ids`, or no `hidden` where blocks are matched.
         """
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if not isinstance(ids, Tensor):
             raise ValueError("a teacher reads input_ids, and the batch has none; train without a teacher")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if self.match and not hidden:
+            raise ValueError(
+                "match needs the residuals behind the blocks, and the model's output has no hidden_states; call it "
+                "with output_hidden_states=True, or set match=0"
+            )
+        self._theirs = None
         top, logs = self.targets(ids, mask)
         if self._vocabulary not in (None, logits.shape[-1]):
             raise ValueError(
@@ -120,7 +158,12 @@ class Teacher:
         total = found.sum()
         self._sum = total.detach() if self._sum is None else self._sum + total.detach()
         self._tokens += found.numel()
-        return self.weight * total
+        if not self._theirs:  # not asked for, or there is one block
+            return self.weight * total
+        # The first is the embedding, and the last has been through the final norm in most models.
+        apart = mismatch(hidden[1:-1], self._theirs, self.centred)  # type: ignore[arg-type, index]
+        apart = apart.flatten() if mask is None else apart[mask.to(apart.device) != 0]
+        return self.weight * total + self.match * apart.sum()
 
     def mean(self) -> float | None:
         """The mean KL of a token since the last call; None where there was none."""
@@ -158,7 +201,9 @@ class Teacher:
     @torch.no_grad()
     def _run(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         masked = {} if mask is None else {"attention_mask": mask}
-        made: Any = self.model(input_ids=ids, use_cache=False, **masked)
+        asked = {"output_hidden_states": True} if self.match else {}
+        made: Any = self.model(input_ids=ids, use_cache=False, **masked, **asked)
+        self._theirs = made.hidden_states[1:-1] if self.match else None
         self._vocabulary = made.logits.shape[-1]
         top, logs = coarsen(made.logits, self.k)
         return top.int(), logs.half()

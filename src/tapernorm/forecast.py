@@ -77,9 +77,9 @@ def announce(config: RunConfig, material: Material, baseline: str, build: Callab
     rows, block = material.train.shape
     plain = seconds_per_step(model, config.batch, block, config.accumulate, config.bf16)
     seconds = {arm: left[arm] * plain * (1.0 if arm == baseline else TAPER) for arm in arms}
-    if config.distill:
+    if config.taught:
         forwards = left[config.arm] * config.accumulate
-        if not distill.too_large(out, rows, block):
+        if not config.match and not distill.too_large(out, rows, block):
             forwards = min(forwards, -(-rows // config.batch))
         seconds[config.arm] += forwards * seconds_per_target(model, config.batch, block, config.bf16)
     for line in lines(config, material, seconds, plain):
@@ -100,7 +100,10 @@ def lines(config: RunConfig, material: Material, seconds: dict[str, float], plai
             f"the norms on, {taper.taper_steps:,} while they are turned off, {after:,} without them"
         ]
     told = [f"the constant prefix {list(material.prefix)} in front"] if material.prefix else []
-    told += [f"the original as a teacher, its KL with weight {config.distill:g}"] if config.distill else []
+    if config.taught:
+        who = "the original" if config.teacher == "original" else "the model trained with its norms"
+        told.append(f"{who} as a teacher, its KL with weight {config.distill:g}")
+        told[-1] += f", its residuals with {config.match:g}" if config.match else ""
     told += [f"adapters of rank {config.lora} trained, then merged" if config.lora else "all weights trained"]
     if material.train.counted < material.train.tokens:
         share = 100 * material.train.counted / material.train.tokens

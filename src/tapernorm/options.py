@@ -83,7 +83,9 @@ Order = Annotated[str, typer.Option(help="Which go first when staggered: depth, 
 Guard = Annotated[
     float, typer.Option(help="Hold the gate where the loss is this many nats above the warm-up's. 0: no guard.")
 ]
-Distill = Annotated[float, typer.Option(help="Weight of a teacher, the original: KL of its next tokens, a token.")]
+Distill = Annotated[float, typer.Option(help="Weight of a teacher: KL of its next tokens, a token.")]
+Match = Annotated[float, typer.Option(help="Weight of a teacher's residual behind every block: distance from it.")]
+Teacher = Annotated[str, typer.Option(help="original, or baseline: what the run trains with its norms, first.")]
 Lora = Annotated[
     int | None, typer.Option(help="Train adapters of this rank, then merge (pip install tapernorm[peft]).")
 ]

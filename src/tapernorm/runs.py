@@ -108,7 +108,7 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
     model = material.build()
     controller = taper_(model, dataclasses.replace(taper.taper, prefix=material.prefix)) if taper is not None else None
     trained = _trainable(config, material, model)
-    teacher = _teacher(config, material, folder / "teacher") if controller is not None and config.distill else None
+    teacher = _teacher(run, material, folder / "teacher") if controller is not None and config.taught else None
     rows = material.train.rows()
     rates = rate_factors(model, material.train.ids[:4]) if config.kind == "taper" and not config.lora else None
     trainer = arm_trainer(config, trained, controller, rows, folder, material.tokenizer, teacher=teacher, rates=rates)
@@ -152,12 +152,16 @@ def _trainable(config: RunConfig, material: Material, model: Any) -> Any:
     return lora.add_lora(model, config.lora, gains, config.seed)
 
 
-def _teacher(config: RunConfig, material: Material, folder: Path) -> Teacher:
-    """The original, with the prefix that the student has."""
-    original = material.build().to(device())
-    if material.prefix and material.prefix != prefix_of(original):
-        attach_prefix(original, material.prefix)
-    teacher = Teacher(original, config.distill)
+def _teacher(run: Run[RunConfig], material: Material, folder: Path) -> Teacher:
+    """The original, or what was trained with its norms, with the prefix that the student has."""
+    config = run.config
+    final = run.folder / run.record["baseline_arm"] / "final"
+    model = hub.from_pretrained(final)[0] if config.teacher == "baseline" else material.build()
+    model = model.to(device())
+    if material.prefix and material.prefix != prefix_of(model):
+        attach_prefix(model, material.prefix)
+    centred = any(site.probed is not None and site.probed.kind == "layer" for site in material.sites)
+    teacher = Teacher(model, config.distill, match=config.match, centred=centred)
     teacher.keep(folder, *material.train.shape)
     return teacher
 

@@ -108,7 +108,7 @@ class TaperMixin:
 
     Args:
         controller: the controller of the model; found on the model if None.
-        teacher: the original model, to hold the tapered one to (`tapernorm.distill`).
+        teacher: a model with its norms, to hold the tapered one to (`tapernorm.distill`).
 
     Raises:
         ValueError: the model is not tapered.
@@ -170,6 +170,8 @@ class TaperMixin:
     ) -> Any:
         """As the Trainer's, plus the controller's losses and the teacher's in training; never in evaluation."""
         trainer: Any = self
+        if model.training and self.teacher is not None and self.teacher.match:
+            inputs = {**inputs, "output_hidden_states": True}
         loss, outputs = super().compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
@@ -186,7 +188,7 @@ class TaperMixin:
             self._taper_callback.losses.append(loss.detach().float() / parts)  # type: ignore[union-attr]
         added, _ = self.controller.take_losses()
         if self.teacher is not None:
-            taught = self.teacher.loss(_logits(outputs), inputs)
+            taught = self.teacher.loss(_logits(outputs), inputs, getattr(outputs, "hidden_states", None))
             added = taught if added is None else added + taught
         if added is not None:
             loss = loss + added / self._step_tokens * parts
