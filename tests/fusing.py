@@ -5,7 +5,7 @@ import copy
 import torch
 
 import tapernorm as tn
-from tapernorm import modeling_tapernorm as modeling
+from tapernorm import fused_tapernorm
 from zoo import BY_NAME, tapered
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -21,4 +21,4 @@ def fused(name, arm="all", dtype=torch.float64):
 
 def parts_of(model):
     """The stand-ins for the linear maps that were fused."""
-    return [m for m in model.modules() if isinstance(m, modeling.FusedPart)]
+    return [m for m in model.modules() if isinstance(m, fused_tapernorm.FusedPart)]

@@ -15,7 +15,7 @@ from huggingface_hub.utils import EntryNotFoundError
 import tapernorm as tn
 from folders import byte_tokenizer, folded_by_hand, logits, tiny
 from runs import gpt2_run, llama_run
-from tapernorm import card
+from tapernorm import _folder, card
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ class FakeApi:
         return f"https://huggingface.co/{repo_id}"
 
 
-NEEDED = {"config.json", "model.safetensors", "modeling_tapernorm.py", "generation_config.json"}
+NEEDED = {"config.json", "model.safetensors", "generation_config.json", *_folder.CODE}
 
 
 @pytest.mark.parametrize("what", ["folder", "loaded", "folded"])

@@ -12,8 +12,7 @@ from families import FAMILIES
 from family import arithmetic, build, error, inputs_of
 from folders import taper_row, to_gate
 from fusing import QKV, fused, parts_of
-from tapernorm import fuse
-from tapernorm import modeling_tapernorm as modeling
+from tapernorm import fuse, fused_tapernorm
 from tapernorm.sites import run
 from tapernorm.trace import tensors
 from zoo import BY_NAME, ROWS, D, X, assert_same, logits, randomise, relative, snapshot, tapered
@@ -214,7 +213,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="nothing to take apart"):
         fuse.unfuse_(BY_NAME["llama"].build())
     with pytest.raises(ValueError, match="no linear maps"):
-        modeling.fuse_linears(BY_NAME["llama"].build().model.layers[0], "both", ["mlp", "self_attn"])
+        fused_tapernorm.fuse_linears(BY_NAME["llama"].build().model.layers[0], "both", ["mlp", "self_attn"])
 
 
 NAMES = {
@@ -236,7 +235,7 @@ def test_names(name):
 
 def swapped(monkeypatch):
     """The second slice and the last in each other's place: every matrix is square, so nothing is raised."""
-    original = modeling.fuse_linears
+    original = fused_tapernorm.fuse_linears
 
     def fuse_linears(owner, whole, parts):
         made = original(owner, whole, parts)
@@ -244,7 +243,7 @@ def swapped(monkeypatch):
         vars(second)["index"], vars(last)["index"] = last.index, second.index
         return made
 
-    monkeypatch.setattr(modeling, "fuse_linears", fuse_linears)
+    monkeypatch.setattr(fused_tapernorm, "fuse_linears", fuse_linears)
 
 
 def test_a_wrong_slice_is_seen_and_the_model_put_back(monkeypatch):

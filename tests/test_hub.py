@@ -15,7 +15,7 @@ from torch import nn
 
 import tapernorm
 from folders import BLOCKED, FAMILIES, IDS, byte_tokenizer, folded_by_hand, logits, names_of_norms, tiny
-from tapernorm import hub
+from tapernorm import _folder, hub
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_the_layout_in_the_config(made, family):
     )
     assert {"lm_head.weight", "lm_head.bias" if family == "gpt2" else "model.norm.weight"} & set(weights)
     assert not [name for name in weights if "norm" in name or ".ln_" in name]
-    assert (folder / "modeling_tapernorm.py").is_file()
+    assert all((folder / name).is_file() for name in _folder.CODE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,7 +31,7 @@ from broken import (
     weights,
 )
 from folders import byte_tokenizer, folded_by_hand, logits, tiny
-from tapernorm import untrusted
+from tapernorm import _folder, untrusted
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,8 @@ def test_the_same_folders_load_when_they_are_whole(made, kind):
 def test_the_folders_own_code_is_not_run(made, tmp_path):
     """The installed classes are used, and the copy in the folder is for those who have none."""
     shutil.copytree(made / "free", tmp_path / "model")
-    (tmp_path / "model" / "modeling_tapernorm.py").write_text(EVIL)
+    for name in _folder.CODE:
+        (tmp_path / "model" / name).write_text(EVIL)
     model, _ = tn.from_pretrained(tmp_path / "model")
     assert torch.equal(logits(model), logits(tn.from_pretrained(made / "free")[0]))
     assert not list(tmp_path.rglob("*.ran"))

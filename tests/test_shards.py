@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import tapernorm as tn
 from families import FAMILIES
 from folders import byte_tokenizer, taper_row, to_gate
-from tapernorm import shard_plan, shards, streaming, untrusted
+from tapernorm import _folder, shard_plan, shards, streaming, untrusted
 from tapernorm.modules import taper_norms
 
 ROWS = {row.name: row for row in FAMILIES if row.goes and row.model_type != "timm"}
@@ -72,7 +72,7 @@ def test_the_same_bits_as_in_memory(name, tmp_path, few_numbers):
     same_bits(first.state_dict(), second.state_dict())
     assert contents(tmp_path / "memory")[1] == contents(tmp_path / "disk")[1]
     written = {path.name for path in (tmp_path / "disk").iterdir()} - {"fold.json"}
-    assert {"README.md", "modeling_tapernorm.py", "tokenizer.json", untrusted.INDEX} <= written
+    assert {"README.md", *_folder.CODE, "tokenizer.json", untrusted.INDEX} <= written
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -13,8 +13,7 @@ from families import FAMILIES
 from family import arithmetic, build, inputs_of
 from folders import taper_row, to_gate
 from fusing import fused
-from tapernorm import fuse
-from tapernorm import modeling_tapernorm as modeling
+from tapernorm import fuse, fused_tapernorm
 from tapernorm.shorten import lengthen_, shorten_
 from zoo import BY_NAME, IDS, D, X, assert_same, logits, randomise, relative, snapshot, tapered
 
@@ -199,13 +198,13 @@ def test_an_attention_function_of_somebody_else_is_called():
 
     def own(*args, **kwargs):
         called.append(1)
-        return modeling.sdpa_attention_forward(*args, **kwargs)
+        return fused_tapernorm.sdpa_attention_forward(*args, **kwargs)
 
-    modeling.ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+    fused_tapernorm.ALL_ATTENTION_FUNCTIONS["sdpa"] = own
     try:
         logits(model)
     finally:
-        del modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        del fused_tapernorm.ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert len(called) == 2
 
 
@@ -232,7 +231,7 @@ def test_wrapped_maps_are_the_ones_that_run():
 
 def test_a_wrong_step_after_a_cache_is_seen(monkeypatch):
     """The comparison of the fold runs without a cache and would not see it."""
-    original = modeling.short_attention
+    original = fused_tapernorm.short_attention
 
     def wrong(module, *args, **kwargs):
         output, weights = original(module, *args, **kwargs)
@@ -240,7 +239,7 @@ def test_a_wrong_step_after_a_cache_is_seen(monkeypatch):
 
     model = tapered(BY_NAME["llama"])
     before = snapshot(model)
-    monkeypatch.setitem(modeling.SHORT, "attention", wrong)
+    monkeypatch.setitem(fused_tapernorm.SHORT, "attention", wrong)
     with pytest.raises(tn.FoldError, match="put back as it was"):
         tn.fold_(model, fuse=True)
     assert_same(before, snapshot(model))
@@ -252,7 +251,7 @@ def test_a_wrong_step_after_a_cache_is_seen(monkeypatch):
 def test_nothing_is_left_of_the_watching():
     model, _ = short_and_long()
     assert not [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
-    assert "sdpa" not in modeling.ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert "sdpa" not in fused_tapernorm.ALL_ATTENTION_FUNCTIONS._local_mapping
     assert shorten_(model, {"input_ids": IDS}) == ()  # all of them are short already
 
 
@@ -291,4 +290,4 @@ def test_a_config_that_asks_for_nonsense_is_refused(wrong):
     model, _ = short_and_long()
     mlp = model.model.layers[0].mlp
     with pytest.raises(ValueError, match="has no forward such as"):
-        modeling.shorten(mlp, mlp.short["saved"] | wrong)
+        fused_tapernorm.shorten(mlp, mlp.short["saved"] | wrong)

@@ -11,16 +11,40 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+# The files of this package that a saved model brings along, for transformers alone: config.json leads to the first,
+# which imports the others by relative imports. transformers copies what is imported so, and this list says the same.
+CODE = ("modeling_tapernorm.py", "fused_tapernorm.py")
+
 _TYPE_PREFIX = "tapernorm_"
 # What an earlier save may have written, and a later one may replace.
 _OWN_FILES = re.compile(
     r"(config|generation_config|taper|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|"
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|taper\.safetensors|modeling_tapernorm\.py|"
-    r"merges\.txt|vocab\.txt|[\w.]+\.model|chat_template\.(jinja|json)|additional_chat_templates"
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|taper\.safetensors|"
+    r"merges\.txt|vocab\.txt|[\w.]+\.model|chat_template\.(jinja|json)|additional_chat_templates|"
+    + "|".join(map(re.escape, CODE))
 )
 
 CARD = "README.md"
 CARD_MARK = "This card was written by tapernorm. Without this line it is yours, and is not written over."
+
+
+def copy_code(folder: Path) -> None:
+    """Put a copy of each file of `CODE` into a model folder."""
+    for name in CODE:
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+
+
+def refuse_missing_code(folder: Path) -> None:
+    """Raises ValueError where the code in a folder imports a file that is not there. Earlier versions wrote one file,
+    which imports none."""
+    for path in (folder / name for name in CODE):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        for needed in re.findall(r"^from \.(\w+) import", text, flags=re.MULTILINE):
+            if not (folder / f"{needed}.py").is_file():
+                raise ValueError(
+                    f"{folder / needed}.py is missing, which {path.name} beside it imports: transformers alone cannot "
+                    "load the model; load it with tapernorm.from_pretrained and save it again, which writes the file"
+                )
 
 
 def is_own_card(path: Path) -> bool:

@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from tapernorm.export.decoder import cache_name, static_cache, takes_positions
 from tapernorm.export.quiet import quiet
+from tapernorm.layout import is_fused_part
 
 PLACES = 128  # of a cache at first; a power of two, doubled where the text outgrows it
 _VARIABLE, _OFF = "TAPERNORM_CACHE", ("off", "0", "no")
@@ -238,17 +239,23 @@ def step_key(step: Step, batch: int) -> str:
 
     model = step.model
     config = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
-    source = getattr(sys.modules.get(type(model).__module__), "__file__", None)
     parts = {
         "versions": [torch.__version__, transformers.__version__, __version__, sys.version],
         # inductor writes the number of threads into its loops, and tunes for the processor that it runs on
         "machine": [_processor(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()],
-        "code": [_digest_of(file) for file in (__file__, source) if file],
+        "code": [_digest_of(__file__), *_code_of(model)],
         "model": [type(model).__qualname__, str(model), config, str(model.config._attn_implementation)],
         "tensors": [[n, list(t.shape), list(t.stride()), str(t.dtype)] for n, t in _tensors(step).items()],
         "call": [batch, step.padded],
     }
     return "step-" + _digest(json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def _code_of(model: nn.Module) -> list[str]:
+    """Digests of the files that hold the forwards: that of the model's class, and that of its fused linear maps."""
+    kinds = {type(model), *(type(module) for module in model.modules() if is_fused_part(module))}
+    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
+    return sorted(_digest_of(file) for file in files if file)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ below the other. Fewer launches and a larger product; what it is worth depends o
 
 Which maps read the same tensor is seen in one forward, never guessed from names: queries read another tensor than
 keys and values where a decoder attends to an encoder. A module goes on calling `self.q_proj(x)`; what stands there is
-a `FusedPart` (`tapernorm.modeling_tapernorm`), which hands out its slice. Modules that are seen to compute a gated MLP
+a `FusedPart` (`tapernorm.fused_tapernorm`), which hands out its slice. Modules that are seen to compute a gated MLP
 or an attention with rotary positions from such a product do so in fewer calls (`tapernorm.shorten`).
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tapernorm import modeling_tapernorm as modeling
+from tapernorm import fused_tapernorm
 from tapernorm.inputs import default_example, run
 from tapernorm.layout import is_fused_part
 from tapernorm.modules import evaluation, taper_norms
@@ -214,7 +214,7 @@ def fuse_groups(model: nn.Module, groups: list[Group]) -> Any:
             owner = model.get_submodule(group.owner)
             linears: list[Any] = [owner.get_submodule(part) for part in group.parts]
             old += zip([owner] * len(linears), group.parts, linears, strict=True)
-            whole: Any = modeling.fuse_linears(owner, group.whole, group.parts)
+            whole: Any = fused_tapernorm.fuse_linears(owner, group.whole, group.parts)
             place = 0
             for linear in linears:
                 rows = slice(place, place := place + linear.out_features)

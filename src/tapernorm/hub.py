@@ -4,7 +4,7 @@ A model folder of this library is one of
 
     stock          what transformers writes
     norm-free      after folding: model type `tapernorm_<base>`, the layout (`tapernorm.layout`) in config.json,
-                   and a copy of `modeling_tapernorm.py`, so that transformers alone loads it
+                   and copies of the files that build it (`_folder.CODE`), so that transformers alone loads it
     half-tapered   before folding: the same with `tapered`, the `TaperConfig`, in config.json, and the controller's
                    state in taper.json and taper.safetensors; only `from_pretrained` below loads it
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def push_to_hub(
     A README.md that the repository has already, and that this library did not write, stays.
 
     Raises:
-        ValueError: as `save_pretrained`; or the folder holds no config.json.
+        ValueError: as `save_pretrained`; or the folder holds no config.json, or lacks a part of the model's code.
     """
     if isinstance(model, PreTrainedModel):
         with tempfile.TemporaryDirectory(prefix="tapernorm-") as place:
@@ -111,6 +110,7 @@ def push_to_hub(
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a model folder: there is no config.json in it")
+    _folder.refuse_missing_code(folder)
     api = HfApi(token=token)
     name = api.create_repo(repository, private=private, exist_ok=True).repo_id
     there = api.file_exists(name, _folder.CARD)
@@ -137,7 +137,7 @@ def _write_norm_free(model: PreTrainedModel, fields: dict[str, Any], folder: Pat
     if model.can_generate():
         twin.generation_config = model.generation_config
     twin.save_pretrained(folder, max_shard_size=max_shard_size)
-    shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
+    _folder.copy_code(folder)
 
 
 def _write_tapered(
@@ -155,7 +155,7 @@ def _write_tapered(
         model.generation_config.save_pretrained(folder)
     # Of tensors that are one, one is written and the other named.
     save_torch_state_dict(state_dict or model.state_dict(), folder, max_shard_size=max_shard_size)
-    shutil.copyfile(modeling.__file__, folder / Path(modeling.__file__).name)
+    _folder.copy_code(folder)
     write_taper_state(controller, folder)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tapernorm import modeling_tapernorm as modeling
+from tapernorm.fused_tapernorm import FusedPart
 from tapernorm.prefix import prefix_of
 
 
@@ -94,8 +95,8 @@ def _starred(values: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
 
 
 def is_fused_part(module: Any) -> bool:
-    """Also one of a folder's own copy of the modelling file."""
-    return type(module).__name__ == modeling.FusedPart.__name__ and hasattr(module, "whole")
+    """Also one of a folder's own copy of the code."""
+    return type(module).__name__ == FusedPart.__name__ and hasattr(module, "whole")
 
 
 def _short(names: set[str], known: Iterable[str]) -> list[str]:

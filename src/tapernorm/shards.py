@@ -255,7 +255,7 @@ def _refuse_full_disk(target: Path, needed: int) -> None:
 
 
 def _write_rest(source: Path, staging: Path, config: Any, model: Any, plan: Plan) -> None:
-    """Everything but weights: config and modelling file, the index, and what lies beside a model, as it is."""
+    """Everything but weights: config and code, the index, and what lies beside a model, as it is."""
     if len(plan.shards) > 1:
         places = {name: file for file, shard in plan.shards.items() for name in shard}
         size = sum(out.nbytes for shard in plan.shards.values() for out in shard.values())
@@ -267,9 +267,9 @@ def _write_rest(source: Path, staging: Path, config: Any, model: Any, plan: Plan
         if hasattr(getattr(config, part, None), "dtype"):
             getattr(folded, part).dtype = getattr(config, part).dtype
     folded.save_pretrained(staging)
-    shutil.copyfile(modeling.__file__, staging / Path(modeling.__file__).name)
+    _folder.copy_code(staging)
     for path in sorted(source.iterdir()):
-        skipped = _folder.is_weights(path.name) or path.name in ("config.json", "taper.json", "modeling_tapernorm.py")
+        skipped = _folder.is_weights(path.name) or path.name in ("config.json", "taper.json", *_folder.CODE)
         if skipped or not _folder.is_own_file(path.name):
             continue
         if path.is_dir():

@@ -5,7 +5,7 @@
 
 One decoded token of a small model waits for Python, not for arithmetic: three views and three transpositions where one
 does, queries and keys turned one after the other, a module called for every step. The forwards are in
-`tapernorm.modeling_tapernorm`; here it is seen which modules compute this. Nothing is guessed from names: a module is
+`tapernorm.fused_tapernorm`; here it is seen which modules compute this. Nothing is guessed from names: a module is
 run as it is, what its parts read and give is recorded, and the formula has to give the same to the bit. The names under
 which a module takes its inputs, and the number of its layer in the cache, are those that were seen. A call with
 anything else, training, hooks, another attention function or a cache of another kind take the stock forward.
@@ -26,7 +26,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tapernorm import modeling_tapernorm as modeling
+from tapernorm import fused_tapernorm
 from tapernorm.inputs import run
 from tapernorm.modules import evaluation
 
@@ -73,7 +73,7 @@ def shorten_(model: nn.Module, inputs: Any) -> tuple[str, ...]:
         shortened = {name: how for name, how in found.items() if how is not None}
         for name, how in shortened.items():
             module: Any = model.get_submodule(name)
-            modeling.shorten(module, how | {"whole": module._modules[owners[name][0]].whole})
+            fused_tapernorm.shorten(module, how | {"whole": module._modules[owners[name][0]].whole})
         if ids is not None and before is not None:
             fold.compare_outputs(before, _decoded(model, ids))
     return tuple(name for name in owners if name in shortened)
@@ -91,7 +91,7 @@ def _owners(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Modules with one fused product: the names of its parts, in their order."""
     found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules():
-        parts: dict[str, Any] = {n: m for n, m in module.named_children() if type(m) is modeling.FusedPart}
+        parts: dict[str, Any] = {n: m for n, m in module.named_children() if type(m) is fused_tapernorm.FusedPart}
         free = "forward" not in vars(module) and not hasattr(module, "short")  # where what was seen is kept
         if len({part.whole for part in parts.values()}) == 1 and free:
             found[name] = tuple(sorted(parts, key=lambda n: parts[n].index))
