@@ -45,7 +45,7 @@ def arm_trainer(
         rates: weights that learn more slowly, by name, and the share of the rate (`tapernorm.rates`).
     """
     width = model.config.hidden_size
-    rate = config.learning_rate or (5e-4 if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
+    rate = config.learning_rate or (min(5e-4, 0.06 / width) if config.kind == "taper" else 3e-3 * (64 / width) ** 0.5)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=config.steps,

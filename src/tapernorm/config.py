@@ -254,13 +254,13 @@ class RunConfig:
             model's context, at most 512).
         warmup_steps, taper_steps: of the gate; None: a quarter and a half of the run for pretrain, a twentieth and
             a quarter for taper.
-        learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 5e-4 for taper.
+        learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 0.06 / width and at most 5e-4 for taper.
         fixed, uniformity_weight, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is on unless
             its margin is 0.
         distill: for taper, the weight of the KL to a teacher (`tapernorm.distill`); 0: none.
         match: for taper, the weight of the distance from the teacher's residual behind every block; 0: none.
-        teacher: `"original"`, the model as it was given, or `"baseline"`, what has just been trained with its norms on
-            the same batches.
+        teacher: `"original"`, the model as it was given; `"baseline"`, what has just been trained with its norms on the
+            same batches; or another model of the same tokens and shape, as `model`.
         lora: for taper, the rank of adapters that are trained in place of the linear maps (`tapernorm.lora`).
         prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.
         eval_tokens: how much of the validation text to measure on.
@@ -336,16 +336,10 @@ class RunConfig:
         for field, what in (("distill", "the KL"), ("match", "the distance behind blocks")):
             if not _is_number(value := getattr(self, field)) or not 0 <= value < float("inf"):
                 raise ValueError(f"{field}={value!r} must be a finite number, at least 0: the weight of {what}")
-        teachers = ("original", "baseline")
-        if self.teacher not in teachers:
-            raise ValueError(
-                f"teacher={self.teacher!r} is not one of {', '.join(teachers)}{nearest(self.teacher, teachers)}"
-            )
-        if self.teacher == "baseline" and not (self.taught and self.baseline):
-            raise ValueError(
-                "teacher='baseline' is the model that this run trains with its norms: leave the baseline on, and give "
-                "distill or match a weight"
-            )
+        if self.teacher != "original" and not self.taught:
+            raise ValueError(f"teacher={self.teacher!r} has nothing to say: give distill or match a weight")
+        if self.teacher == "baseline" and not self.baseline:
+            raise ValueError("teacher='baseline' is what this run trains with its norms: leave the baseline on")
         if self.lora is not None and not _is_count(self.lora, 1):
             raise ValueError(f"lora={self.lora!r} must be a whole number, at least 1: the rank")
         if self.kind == "pretrain" and (self.taught or self.lora):

@@ -101,7 +101,8 @@ def lines(config: RunConfig, material: Material, seconds: dict[str, float], plai
         ]
     told = [f"the constant prefix {list(material.prefix)} in front"] if material.prefix else []
     if config.taught:
-        who = "the original" if config.teacher == "original" else "the model trained with its norms"
+        known = {"original": "the original", "baseline": "the model trained with its norms"}
+        who = known.get(config.teacher, config.teacher)
         told.append(f"{who} as a teacher, its KL with weight {config.distill:g}")
         told[-1] += f", its residuals with {config.match:g}" if config.match else ""
     told += [f"adapters of rank {config.lora} trained, then merged" if config.lora else "all weights trained"]

@@ -96,6 +96,7 @@ def _config(
         batch=batch,
         block=block,
         keep=settings.keep,
+        fixed="linear",
         uniformity_weight=0.01,
         stagger=0.5 if len(order) > 1 else 0.0,
         order=order,

@@ -85,7 +85,7 @@ Guard = Annotated[
 ]
 Distill = Annotated[float, typer.Option(help="Weight of a teacher: KL of its next tokens, a token.")]
 Match = Annotated[float, typer.Option(help="Weight of a teacher's residual behind every block: distance from it.")]
-Teacher = Annotated[str, typer.Option(help="original, or baseline: what the run trains with its norms, first.")]
+Teacher = Annotated[str, typer.Option(help="original; baseline: what the run trains with its norms; or a model.")]
 Lora = Annotated[
     int | None, typer.Option(help="Train adapters of this rank, then merge (pip install tapernorm[peft]).")
 ]

@@ -59,6 +59,8 @@ def execute(config: RunConfig, overwrite: bool = False, resume: bool = False) ->
         lora.require()
     if resume and run.record.get("status") == "done":
         return run.record
+    if config.teacher not in ("original", "baseline"):
+        hub.skeleton(config.teacher)  # a typo is told before the work
     material = prepare(config, resume)
     if config.kind == "taper":
         baseline = material.facts["baseline_arm"]
@@ -153,11 +155,11 @@ def _trainable(config: RunConfig, material: Material, model: Any) -> Any:
 
 
 def _teacher(run: Run[RunConfig], material: Material, folder: Path) -> Teacher:
-    """The original, or what was trained with its norms, with the prefix that the student has."""
+    """The model that `teacher` names, with the prefix that the student has."""
     config = run.config
-    final = run.folder / run.record["baseline_arm"] / "final"
-    model = hub.from_pretrained(final)[0] if config.teacher == "baseline" else material.build()
-    model = model.to(device())
+    places = {"original": None, "baseline": run.folder / run.record["baseline_arm"] / "final"}
+    place = places.get(config.teacher, config.teacher)
+    model = (material.build() if place is None else hub.from_pretrained(place)[0]).to(device())
     if material.prefix and material.prefix != prefix_of(model):
         attach_prefix(model, material.prefix)
     centred = any(site.probed is not None and site.probed.kind == "layer" for site in material.sites)
