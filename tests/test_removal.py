@@ -124,6 +124,7 @@ def test_a_budget_that_is_missed_is_exit_code_3_and_the_model_is_there(call, mod
         if label != "original":
             found["losses"]["validation"]["loss"] *= 1.02
             found["losses"]["validation"]["nonfinite"] = 3
+            found["losses"]["validation"]["p999"] *= 1.2
         return found
 
     monkeypatch.setattr(removal._Work, "measure", worse)
@@ -132,6 +133,9 @@ def test_a_budget_that_is_missed_is_exit_code_3_and_the_model_is_there(call, mod
     assert code == 3 and "norms removed" in said
     assert "The loss of 3 tokens of the validation text is not finite" in err
     assert re.search(r"rose by \d\.\d+ %, and the budget is 1 %", err)
+    assert re.search(
+        r"99\.9th percentile of token losses rose by [12]\d % on validation text, 10 % was to be the most", err
+    )
     assert (out / "model" / "config.json").is_file()
     page = check((out / "report.html").read_text(encoding="utf-8"))
     assert "Failed. The loss of 3 tokens" in page.text and "3 tokens of" in page.text

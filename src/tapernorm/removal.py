@@ -42,6 +42,7 @@ from tapernorm.verify import evaluate, verify
 
 FINAL_STAYS = "the final norm stays: it anchors the scale of the logits, and without training nothing else can"
 SLACK = 1.25  # times the budget: the loss on unseen text may rise by so much more than on the text that chose
+TAIL = 0.1  # share by which the 99.9th percentile may rise, where the text chooses (`remove_`'s own)
 _ROUNDS, _NEW_TOKENS = 7, 32  # of the decoding benchmark
 _CSV = (
     "model", "data", "budget", "sites_removed", "sites_total", "loss_before", "loss_after", "gap_percent",
@@ -198,6 +199,13 @@ def failures(record: dict[str, Any]) -> list[str]:
         found.append(
             f"On validation text the loss rose by {100 * gap:.2f} %, and the budget is {100 * budget:g} %: the text "
             "that chose was too little or unlike it. Give more (--fit-tokens), or a smaller budget."
+        )
+    last, was = after["p999"], before["p999"]
+    if last is not None and was and last > (1 + SLACK * TAIL) * was:
+        found.append(
+            f"The 99.9th percentile of token losses rose by {100 * (last / was - 1):.0f} % on validation text, "
+            f"{100 * TAIL:g} % was to be the most: a rare token runs away and takes the rest of its sequence along. Keep "
+            "norms of MLPs in the middle blocks (--keep), give more text (--fit-tokens), or a smaller budget."
         )
     if not record["verify"]["passed"]:
         found.append("The model that was written is not the model that was made: do not use it.")
