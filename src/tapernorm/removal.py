@@ -204,8 +204,8 @@ def failures(record: dict[str, Any]) -> list[str]:
     if last is not None and was and last > (1 + SLACK * TAIL) * was:
         found.append(
             f"The 99.9th percentile of token losses rose by {100 * (last / was - 1):.0f} % on validation text, "
-            f"{100 * TAIL:g} % was to be the most: a rare token runs away and takes the rest of its sequence along. Keep "
-            "norms of MLPs in the middle blocks (--keep), give more text (--fit-tokens), or a smaller budget."
+            f"{100 * TAIL:g} % was to be the most: a rare token runs away and takes the rest of its sequence along. "
+            "Keep norms of MLPs in the middle blocks (--keep), give more text (--fit-tokens), or a smaller budget."
         )
     if not record["verify"]["passed"]:
         found.append("The model that was written is not the model that was made: do not use it.")
