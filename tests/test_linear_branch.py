@@ -43,10 +43,12 @@ def test_the_mix(kind, cap):
     held = 1 if cap is None else (cap / (c * r)).clamp(max=1)
     assert cap is None or bool((held < 1).any() and (held == 1).any())
     bias, fixed_bias = (0, 0) if kind == "rms" else (module.norm.bias, module.fixed_norm.bias)
-    for g in (1.0, 0.3, 0.0):
+    for g, training in ((1.0, True), (0.3, True), (0.3, False), (0.0, False), (0.0, True)):
         module.set_gate(g)
+        module.train(training)
         g = module.gate.double()
-        fixed = c * (x * (held if 0 < g < 1 else 1)) @ weight.T + fixed_bias  # the belt is for the taper alone
+        is_held = g > 0 or training  # the belt is for what learns: a model that is done does without it
+        fixed = c * (x * (held if is_held else 1)) @ weight.T + fixed_bias
         wanted = g * (n * module.norm.weight + bias) + (1 - g) * fixed
         torch.testing.assert_close(module(h), wanted, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(module(h).sum(), list(module.fixed_norm.parameters()))
