@@ -146,7 +146,6 @@ class Teacher:
                 "match needs the residuals behind the blocks, and the model's output has no hidden_states; call it "
                 "with output_hidden_states=True, or set match=0"
             )
-        self._theirs = None
         top, logs = self.targets(ids, mask)
         if self._vocabulary not in (None, logits.shape[-1]):
             raise ValueError(
@@ -158,10 +157,11 @@ class Teacher:
         total = found.sum()
         self._sum = total.detach() if self._sum is None else self._sum + total.detach()
         self._tokens += found.numel()
-        if not self._theirs:  # not asked for, or there is one block
+        theirs, self._theirs = self._theirs, None  # which would be held until the next step
+        if not theirs:  # not asked for, or there is one block
             return self.weight * total
         # The first is the embedding, and the last has been through the final norm in most models.
-        apart = mismatch(hidden[1:-1], self._theirs, self.centred)  # type: ignore[arg-type, index]
+        apart = mismatch(hidden[1:-1], theirs, self.centred)  # type: ignore[arg-type, index]
         apart = apart.flatten() if mask is None else apart[mask.to(apart.device) != 0]
         return self.weight * total + self.match * apart.sum()
 

@@ -35,14 +35,13 @@ from tapernorm.precision import fast_products, refuse_bfloat16
 from tapernorm.prefix import room
 from tapernorm.progress import bar, stages
 from tapernorm.record import Run
-from tapernorm.remove import Removal, remove_
+from tapernorm.remove import TAIL, Removal, remove_
 from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.survey import parts_of
 from tapernorm.verify import evaluate, verify
 
 FINAL_STAYS = "the final norm stays: it anchors the scale of the logits, and without training nothing else can"
 SLACK = 1.25  # times the budget: the loss on unseen text may rise by so much more than on the text that chose
-TAIL = 0.1  # share by which the 99.9th percentile may rise, where the text chooses (`remove_`'s own)
 _ROUNDS, _NEW_TOKENS = 7, 32  # of the decoding benchmark
 _CSV = (
     "model", "data", "budget", "sites_removed", "sites_total", "loss_before", "loss_after", "gap_percent",

@@ -39,6 +39,8 @@ from tapernorm.search import Progress, Search, likely_rise
 from tapernorm.sites import find_sites
 from tapernorm.verify import Losses, losses_of, summarise
 
+TAIL = 0.1  # share by which the 99.9th percentile of the loss may rise
+
 
 @dataclasses.dataclass(frozen=True)
 class Removal:
@@ -85,7 +87,7 @@ def remove_(
     fit_tokens: int = 49_152,
     check_tokens: int = 24_576,
     block: int = 512,
-    tail: float = 0.1,
+    tail: float = TAIL,
     progress: Progress | None = None,
 ) -> Removal:
     """Remove norms of a pretrained causal language model without training. In place, folded and checked.
