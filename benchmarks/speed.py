@@ -17,8 +17,8 @@ import transformers
 
 from tapernorm.bench import EAGER, Setting, append_csv, compile_modes
 from tapernorm.bench_command import DTYPES, measure, read_device
-from tapernorm.config import SIZES as PROJECT
 from tapernorm.material import random_llama
+from tapernorm.run_config import SIZES as PROJECT
 from tapernorm.variants import variants
 
 # width, layers, vocabulary, context

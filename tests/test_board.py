@@ -66,8 +66,8 @@ def test_without_the_package_nothing_is_begun(
 
 
 def test_an_older_run_is_resumed_and_may_get_events(tmp_path: Path) -> None:
-    from tapernorm.config import RunConfig
     from tapernorm.record import Run
+    from tapernorm.run_config import RunConfig
 
     old = RunConfig(kind="pretrain", data="x", out=str(tmp_path)).to_dict()
     del old["tensorboard"]

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tapernorm import TaperConfig
-from tapernorm.config import SIZES, RunConfig, nearest
+from tapernorm.config import nearest
+from tapernorm.run_config import SIZES, RunConfig
 
 NAN, INF = float("nan"), float("inf")
 
@@ -112,6 +113,7 @@ def test_the_defaults_are_those_of_the_contract():
         "post": False,
         "prefix": [],
         "uniformity_weight": 0.0,
+        "uniformity_above": None,
         "cap": None,
         "massive_ratio": 20.0,
         "allow_massive": False,

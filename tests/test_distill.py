@@ -15,9 +15,9 @@ import tapernorm as tn
 import tiny_models
 import trainers
 from tapernorm import distill
-from tapernorm.config import RunConfig
 from tapernorm.distill import Teacher, coarsen, divergence
 from tapernorm.prefix import attach_prefix
+from tapernorm.run_config import RunConfig
 from test_cli import QUICK, Call, call, models, text  # noqa: F401  (fixtures)
 from trainers import make, masked_blocks, step_gradients, tiny
 

@@ -11,8 +11,8 @@ import torch
 import tapernorm as tn
 import tiny_models
 from tapernorm import lora
-from tapernorm.config import RunConfig
 from tapernorm.modules import taper_norms
+from tapernorm.run_config import RunConfig
 from test_cli import QUICK, Call, call, models, text  # noqa: F401  (fixtures)
 from trainers import arguments, blocks
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from stories import STORIES, write
-from tapernorm.config import RunConfig
 from tapernorm.data import TextData
 from tapernorm.removal import RemovalConfig
+from tapernorm.run_config import RunConfig
 from tapernorm.sources import gather, mix
 from test_cli import QUICK, Call, call, models, text  # noqa: F401  (fixtures)
 

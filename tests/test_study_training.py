@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stories import STORIES
-from tapernorm.config import RunConfig
 from tapernorm.convert import taper_
 from tapernorm.fold import fold_
+from tapernorm.run_config import RunConfig
 from tapernorm.studies import logit_chasing, runner, tinystories, tinystories_page, training
 from tapernorm.studies.base import Context
 from tapernorm.studies.rows import read_csv, read_rows

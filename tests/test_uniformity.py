@@ -1,6 +1,7 @@
 """The uniformity loss: its value and its gradient are those of the formula, however the model is run."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -32,21 +33,26 @@ def ready(name, steps=1, dtype=torch.float64, weight=WEIGHT, **config):
     return model, controller
 
 
-def formula(model, **inputs):
+def formula(model, above=None, **inputs):
     """The loss as a part of the graph, from the inputs of the sites. Σ over sites and tokens, and tokens."""
-    seen, mask = [], inputs.get("attention_mask")
+    seen, counted, mask = [], [], inputs.get("attention_mask")
 
     def hook(module, args):
         h = args[0]
         x = h - h.mean(-1, keepdim=True) if module.probed.kind == "layer" else h
         r = (x.pow(2).mean(-1) + module.probed.eps).sqrt()
-        deviation = (r * module.fixed_norm.c.to(r.dtype)).log().pow(2)
+        deviation = (r * module.fixed_norm.c.to(r.dtype)).log()
+        if above is not None:
+            deviation = torch.relu(deviation - math.log(above))
+            counted.append((deviation > 0).double().mean())
+        deviation = deviation.pow(2)
         seen.append((deviation if mask is None else deviation * mask).sum())
 
     handles = [m.register_forward_pre_hook(hook) for m in taper_norms(model).values()]
     logits = model(**inputs).logits
     for handle in handles:
         handle.remove()
+    assert above is None or 0.05 < sum(counted) / len(counted) < 0.95  # some count, and some do not
     tokens = inputs["input_ids"].numel() if mask is None else float(mask.sum())
     return sum(seen), tokens, logits
 
@@ -63,7 +69,7 @@ def reference(name, batches, steps, scale=1.0, **config):
         assert torch.equal(module.fixed_norm.c, other.fixed_norm.c) and module.path == other.path
     value = 0.0
     for inputs in batches:
-        total, tokens, logits = formula(model, **inputs)
+        total, tokens, logits = formula(model, config.get("uniformity_above"), **inputs)
         loss = target(logits, inputs["input_ids"]) + WEIGHT * total / tokens
         value += float((WEIGHT * total / tokens).detach())
         (scale * loss / len(batches)).backward()
@@ -81,13 +87,14 @@ def close(model, wanted, bound=1e-10):
 @ROW
 @pytest.mark.parametrize("steps", (1, 2, 4, 5), ids="in step {}".format)
 @pytest.mark.parametrize("scale", (1.0, 1024.0))
-def test_value_and_gradient(name, steps, scale):
-    """In warm-up and in the taper, under accumulation, and scaled as by a GradScaler."""
+@pytest.mark.parametrize("above", (None, 1.02))
+def test_value_and_gradient(name, steps, scale, above):
+    """In warm-up and in the taper, under accumulation, scaled as by a GradScaler; of all tokens, of the large ones."""
     mask = torch.ones(3, 8, dtype=torch.long)
     mask[1, 5:] = 0
     batches = [{"input_ids": ids(2, seed=1)}, {"input_ids": ids(3, seed=2), "attention_mask": mask}]
-    wanted_value, wanted = reference(name, batches, steps, scale)
-    model, controller = ready(name, steps)
+    wanted_value, wanted = reference(name, batches, steps, scale, uniformity_above=above)
+    model, controller = ready(name, steps, uniformity_above=above)
     value = 0.0
     for inputs in batches:
         logits = model(**inputs).logits

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tapernorm.config import RunConfig
 from tapernorm.controller import TaperController
 from tapernorm.distill import Teacher
 from tapernorm.material import device
 from tapernorm.rates import lower_rates
+from tapernorm.run_config import RunConfig
 from tapernorm.train import TaperTrainer
 
 

@@ -15,10 +15,10 @@ import typer
 
 from tapernorm import _folder, cli_runs, failures
 from tapernorm import options as o
-from tapernorm.config import SIZES, RunConfig
 from tapernorm.output import INTERRUPTED
 from tapernorm.output import console as _console
 from tapernorm.output import print_json as _print_json
+from tapernorm.run_config import SIZES, RunConfig
 
 app = typer.Typer(
     name="tapernorm",
@@ -148,6 +148,7 @@ def taper(
     teacher: o.Teacher = "original",
     lora: o.Lora = None,
     uniformity_weight: o.Uniformity = 0.0,
+    uniformity_above: o.Above = None,
     cap: o.Cap = None,
     stagger: o.Stagger = 0.0,
     order: o.Order = "depth",
@@ -192,6 +193,7 @@ def pretrain(
     keep: o.Keep = None,
     allow_massive: o.Massive = False,
     uniformity_weight: o.Uniformity = 0.0,
+    uniformity_above: o.Above = None,
     cap: o.Cap = None,
     stagger: o.Stagger = 0.0,
     order: o.Order = "depth",

@@ -10,8 +10,8 @@ import torch
 import typer
 
 from tapernorm import from_pretrained
-from tapernorm.config import RunConfig
 from tapernorm.output import INTERRUPTED, NUMERICAL, console, print_json
+from tapernorm.run_config import RunConfig
 from tapernorm.sites import context_length
 
 

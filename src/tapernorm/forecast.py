@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from tapernorm import distill
-from tapernorm.config import RunConfig
 from tapernorm.convert import choose
 from tapernorm.material import Material, device
 from tapernorm.page import format_duration
+from tapernorm.run_config import RunConfig
 from tapernorm.train import last_checkpoint
 
 TAPER = 1.4  # a step with statistics and losses of the taper, in plain steps

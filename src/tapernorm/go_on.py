@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tapernorm import forecast, hub, runs
-from tapernorm.config import RunConfig
 from tapernorm.fold import FoldError
 from tapernorm.guard import GuardStop
 from tapernorm.material import device
@@ -22,6 +21,7 @@ from tapernorm.page import plain
 from tapernorm.record import Run
 from tapernorm.removal import RemovalConfig
 from tapernorm.report import write_report
+from tapernorm.run_config import RunConfig
 from tapernorm.statistics import MassiveTokenError
 
 LEAST = 20  # steps: with fewer, a warm-up of one step measures the scales

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapernorm import data, hub, packing, sources
 from tapernorm.bench import device_name
-from tapernorm.config import SIZES, RunConfig, read_prefix
 from tapernorm.convert import choose, get_controller
 from tapernorm.packing import Blocks
 from tapernorm.precision import refuse_bfloat16
 from tapernorm.prefix import find_prefix, refuse_prefix, room
+from tapernorm.run_config import SIZES, RunConfig, read_prefix
 from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.verify import greedy_tokens
 

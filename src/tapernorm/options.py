@@ -76,6 +76,9 @@ Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relati
 AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
 Keep = Annotated[list[str] | None, typer.Option(help="Glob pattern of norms to leave alone; may be repeated.")]
 Uniformity = Annotated[float, typer.Option(help="Weight of the uniformity loss, (log r·c)² at every norm.")]
+Above = Annotated[
+    float | None, typer.Option("--uniformity-above", help="Of that loss: only tokens whose r·c is above this count.")
+]
 Post = Annotated[bool, typer.Option("--post", help="Also norms of a block's output: Gemma 2, OLMo 2, GLM-4.")]
 Cap = Annotated[float | None, typer.Option(help="Seat belt: no token's r·c counts for more than this in the taper.")]
 Stagger = Annotated[float, typer.Option(help="Start the norms one after another, over this share of the taper.")]

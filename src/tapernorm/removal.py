@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tapernorm import bench, card, data, hub, sources
 from tapernorm.chain import Chain
-from tapernorm.config import SELF_TOKENS, TaperConfig, read_prefix, read_sources
+from tapernorm.config import TaperConfig
 from tapernorm.convert import choose
 from tapernorm.headroom import largest_activation
 from tapernorm.logits import batch_within
@@ -36,6 +36,7 @@ from tapernorm.prefix import room
 from tapernorm.progress import bar, stages
 from tapernorm.record import Run
 from tapernorm.remove import TAIL, Removal, remove_
+from tapernorm.run_config import SELF_TOKENS, read_prefix, read_sources
 from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.survey import parts_of
 from tapernorm.verify import evaluate, verify

@@ -23,7 +23,6 @@ from torch import nn
 
 from tapernorm import bench, board, card, forecast, hub, lora
 from tapernorm.arm import arm_trainer, log_every
-from tapernorm.config import RunConfig
 from tapernorm.convert import get_controller, taper_
 from tapernorm.distill import Teacher
 from tapernorm.fold import fold_
@@ -34,6 +33,7 @@ from tapernorm.progress import bar
 from tapernorm.rates import rate_factors
 from tapernorm.record import Run
 from tapernorm.report import write_report
+from tapernorm.run_config import RunConfig
 from tapernorm.runlog import RunLog
 from tapernorm.train import last_checkpoint
 from tapernorm.verify import evaluate, verify

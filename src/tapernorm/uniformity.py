@@ -1,9 +1,11 @@
 """The uniformity loss: tokens are drawn to one scale while the norms still hide it.
 
-    weight · Σ_sites E_tokens[(log(r · c))²],   ∂/∂h of a token = 2 log(r c) · h / (D r²)
+    weight · Σ_sites E_tokens[d²],   d = log(r·c),   ∂/∂h of a token = 2 d · h / (D r²)
 
-(h − μ and σ for a layer norm), with c the running value of warm-up and then the frozen one, both constants here. It
-acts from the second step on, when there is a c, until the fold: at gate 0 it is what brings back tokens that run away.
+(h − μ and σ for a layer norm), with c the running value of warm-up and then the frozen one, both constants here. With
+`uniformity_above` = u it is d = max(0, log(r·c / u)): what goes wrong without norms are the few large tokens, and those
+of the usual scale keep their freedom. It acts from the second step on, when there is a c, until the fold: at gate 0 it
+is what brings back tokens that run away.
 
 The loss is never a part of the graph that the model builds: inside a checkpointed block such a part fails, or is lost
 with the second forward. Instead an identity at h adds the gradient as the backward pass comes by. How much it adds,
@@ -14,6 +16,7 @@ before any site of the forwards that it stands for.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -39,12 +42,13 @@ class Uniformity:
 
     Args:
         sites: the tapered norms by name; `pull` is set on each.
-        config: `uniformity_weight` is the weight.
+        config: `uniformity_weight` is the weight, `uniformity_above` is u.
         inputs: mask and mode of the model's last call.
     """
 
     def __init__(self, sites: dict[str, TaperNorm], config: TaperConfig, inputs: Inputs) -> None:
         self.weight = config.uniformity_weight
+        self.above = config.uniformity_above
         self.inputs = inputs
         self.active = False  # set by the controller: there is a c
         self._open = _Share()
@@ -110,7 +114,7 @@ class _Pull:
         probed = self.module.probed
         if is_first_time:
             with torch.no_grad():
-                deviation = _deviation(h, self.module.fixed_norm.c, probed.kind, probed.eps)[1]
+                deviation = _deviation(h, self.module.fixed_norm.c, probed.kind, probed.eps, loss.above)[1]
                 if mask is not None:
                     deviation = torch.where(mask.view_as(deviation), deviation, 0.0)
                 value = deviation.pow(2).sum()
@@ -119,17 +123,20 @@ class _Pull:
                     count = torch.tensor(float(deviation.numel())) if mask is None else mask.sum().float()
                     count = count.to(h.device)
                     share.tokens = count if share.tokens is None else share.tokens + count
-        injected: Any = _Inject.apply(h, self.module.fixed_norm.c.clone(), mask, probed.kind, probed.eps, share)
+        injected: Any = _Inject.apply(
+            h, self.module.fixed_norm.c.clone(), mask, probed.kind, probed.eps, loss.above, share
+        )
         return injected
 
 
-def _deviation(h: Tensor, c: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(h or h − μ, log(r·c), r) in float32 or wider."""
+def _deviation(h: Tensor, c: Tensor, kind: str, eps: float, above: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(h or h − μ, d, r) in float32 or wider."""
     x = h.to(torch.promote_types(h.dtype, torch.float32))
     if kind == "layer":
         x = x - x.mean(-1, keepdim=True)
     r = torch.sqrt(x.pow(2).mean(-1) + eps)
-    return x, torch.log(r * c.to(x.dtype)), r
+    deviation = torch.log(r * c.to(x.dtype))
+    return x, deviation if above is None else (deviation - math.log(above)).clamp(min=0), r
 
 
 class _Factor(torch.autograd.Function):
@@ -147,12 +154,14 @@ class _Factor(torch.autograd.Function):
 
 
 class _Inject(torch.autograd.Function):
-    """h, with 2 · factor · log(r c) · h / (D r²) added to its gradient."""
+    """h, with 2 · factor · d · h / (D r²) added to its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, c: Tensor, mask: Tensor | None, kind: str, eps: float, share: _Share) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, c: Tensor, mask: Tensor | None, kind: str, eps: float, above: float | None, share: _Share
+    ) -> Tensor:
         ctx.save_for_backward(h, c, mask)
-        ctx.kind, ctx.eps, ctx.share = kind, eps, share
+        ctx.kind, ctx.eps, ctx.above, ctx.share = kind, eps, above, share
         return h.view_as(h)
 
     @staticmethod
@@ -162,13 +171,13 @@ class _Inject(torch.autograd.Function):
         factor = ctx.share.factor
         if factor is None:
             ctx.share.missed = True
-            return (grads[0], None, None, None, None, None)
+            return (grads[0], None, None, None, None, None, None)
         with torch.autocast(h.device.type, enabled=False):
-            x, deviation, r = _deviation(h, c, ctx.kind, ctx.eps)
+            x, deviation, r = _deviation(h, c, ctx.kind, ctx.eps, ctx.above)
             pull = 2 * factor.to(x.device) * deviation / (x.shape[-1] * r.pow(2))
             if mask is not None:
                 pull = torch.where(mask.view_as(pull), pull, 0.0)
             added = x * pull[..., None]
             if mask is not None:  # padding may hold anything, and 0 · inf is not 0
                 added = torch.where(mask.view_as(pull)[..., None], added, 0.0)
-        return (grads[0] + added.to(grads[0].dtype), None, None, None, None, None)
+        return (grads[0] + added.to(grads[0].dtype), None, None, None, None, None, None)

@@ -48,8 +48,8 @@ def more(scale: Scale) -> list[Cell]:
 def prepare(method: str, model: Any, recipe: Recipe, seed: int) -> Any:
     """Take the norms of a fresh model out in one way. In place. Returns the controller, None for a way without one."""
     from tapernorm.baselines import pointwise
-    from tapernorm.config import RunConfig
     from tapernorm.convert import taper_
+    from tapernorm.run_config import RunConfig
 
     if method in ("internal", "all+aux"):
         arm = method.partition("+")[0]
@@ -68,9 +68,9 @@ def prepare(method: str, model: Any, recipe: Recipe, seed: int) -> Any:
 
 def run(cell: Cell, context: Context) -> Row:
     """Train one model; the loss is that of what is left at inference, folded where it can be."""
-    from tapernorm.config import SIZES as SHAPES
     from tapernorm.fold import FoldError
     from tapernorm.material import device, pretrain_model
+    from tapernorm.run_config import SIZES as SHAPES
     from tapernorm.studies.loop import Recipe, order, train
     from tapernorm.studies.training import tokens
 

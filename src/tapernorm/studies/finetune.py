@@ -112,8 +112,8 @@ def _tuned(cell: Cell, context: Context, steps: int) -> dict[str, Any]:
 def prepare(method: str, model: Any, steps: int, seed: int, eot: int | None) -> Any:
     """Make a pretrained GPT-2 ready for one way of fine-tuning. In place. Returns what drives it, None for none."""
     from tapernorm.baselines import fakeln
-    from tapernorm.config import RunConfig
     from tapernorm.convert import taper_
+    from tapernorm.run_config import RunConfig
 
     if method == "fakeln":
         return fakeln.attach(model, fakeln.FakeLNConfig.within(steps, model.config.n_layer), eot)

@@ -50,8 +50,8 @@ def _cells(sizes: tuple[str, ...]) -> list[Cell]:
 
 def run(cell: Cell, context: Context) -> Row:
     """Train, and keep the log's diagnostics beside the row."""
-    from tapernorm.config import SIZES as SHAPES
-    from tapernorm.config import RunConfig
+    from tapernorm.run_config import SIZES as SHAPES
+    from tapernorm.run_config import RunConfig
     from tapernorm.studies.training import pretrain, tokens
 
     budget = BUDGET[context.scale] | context.counts("steps", "batch", "block")

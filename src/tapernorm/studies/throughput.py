@@ -53,8 +53,8 @@ def run(cell: Cell, context: Context) -> Row:
     import torch
 
     from tapernorm.bench import bench, compile_modes
-    from tapernorm.config import SIZES as SHAPES
     from tapernorm.material import device, random_llama
+    from tapernorm.run_config import SIZES as SHAPES
     from tapernorm.variants import variants
 
     where = device()

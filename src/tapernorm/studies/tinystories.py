@@ -80,8 +80,8 @@ def settings(cell: Cell, context: Context) -> tuple[dict[str, Any], float]:
 
 def run(cell: Cell, context: Context) -> Row:
     """Train one arm; the loss is that of the folded model."""
-    from tapernorm.config import SIZES as SHAPES
-    from tapernorm.config import RunConfig
+    from tapernorm.run_config import SIZES as SHAPES
+    from tapernorm.run_config import RunConfig
     from tapernorm.studies.training import pretrain, tokens
 
     values, gain_rate = settings(cell, context)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tapernorm import data
 from tapernorm.arm import arm_trainer, log_every
-from tapernorm.config import RunConfig
 from tapernorm.controller import TaperController
 from tapernorm.convert import taper_
 from tapernorm.fold import fold_
 from tapernorm.guard import GuardStop
 from tapernorm.material import pretrain_model
 from tapernorm.packing import Blocks
+from tapernorm.run_config import RunConfig
 from tapernorm.runlog import Diverged, RunLog
 from tapernorm.sites import find_sites
 from tapernorm.statistics import MassiveTokenError

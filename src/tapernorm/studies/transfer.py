@@ -67,10 +67,10 @@ def run(cell: Cell, context: Context) -> Row:
     """Train one model; what is measured on the test images is the folded one."""
     import torch
 
-    from tapernorm.config import RunConfig
     from tapernorm.convert import taper_
     from tapernorm.fold import FoldError, fold_
     from tapernorm.material import device
+    from tapernorm.run_config import RunConfig
     from tapernorm.sites import find_sites
     from tapernorm.studies.loop import Recipe, order, train
 
