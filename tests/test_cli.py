@@ -170,7 +170,9 @@ def test_taper_looks_for_a_prefix_where_tokens_are_massive(
     assert json.loads(said)["fold"]["prefix"] == [7]
 
 
-def test_pretrain_compares_with_the_norms_kept(call: Call, text: Path, tmp_path: Path) -> None:
+def test_pretrain_compares_with_the_norms_kept(
+    call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     arguments = ("--size", "1m", "--vocab-size", 300, "--data", text, *QUICK, "--lr", 1e-4)
     code, said, noise = call("pretrain", *arguments, "--out", out)
@@ -183,8 +185,15 @@ def test_pretrain_compares_with_the_norms_kept(call: Call, text: Path, tmp_path:
     assert [row["loss"] for row in logs["rms"]][:3] == [row["loss"] for row in logs["internal"]][:3]
     assert logs["internal"][-1]["gate"] == 0 and len(logs["internal"][-1]["c"]) == 16
     assert record["model"]["parameters"] == pytest.approx(395e3 + 300 * 64, rel=0.05)
+    seen: list[str] = []  # what is done has its page: who waits for the end looks for it
+
+    def page(run: Path) -> Path:
+        seen.append(json.loads((run / "run.json").read_text())["status"])
+        return run / "report.html"
+
+    monkeypatch.setattr("tapernorm.runs.write_report", page)
     code, _, _ = call("pretrain", *arguments, "--arm", "rms", "--out", tmp_path / "rms")
-    assert code == 0 and not (tmp_path / "rms" / "model").exists()
+    assert code == 0 and not (tmp_path / "rms" / "model").exists() and seen == ["running"]
 
 
 def test_a_run_that_diverges_says_so(call: Call, text: Path, tmp_path: Path) -> None:

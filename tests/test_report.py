@@ -253,6 +253,7 @@ def test_formats():
     assert pages.format_error(2.5e3) == "2.5 × 10³"
     assert pages.format_error(2.06e-7, plain=True) == "2.1e-07"
     assert pages.format_gap(2.9, 3.0) == "−3.33 %"
+    assert pages.format_gap(2.99999, 3.0) == "+0.00 %"
     assert pages.format_gap(2.9, 0) == pages.format_gap(None, 1) == ""
     assert pages.format_speed(12345.6) == "12,346"
     assert pages.format_speed(3.14159) == "3.14"

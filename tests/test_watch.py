@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -107,6 +108,11 @@ def test_a_line_and_a_panel_show_it(tmp_path, monkeypatch):
     assert max(map(len, text.splitlines())) <= 60
 
 
+def test_no_time_is_left_when_the_training_is_over(tmp_path):
+    seen = watch.snapshot(running(tmp_path / "run", steps=400, losses={"rms": {}, "internal": {}}))
+    assert seen["stage"] == "folding" and "training left" not in watch.line(seen)
+
+
 def test_a_silent_run_is_told(tmp_path):
     run = running(tmp_path / "run")
     assert "nothing written" not in watch.line(watch.snapshot(run, now=time.time() + 200))
@@ -173,6 +179,26 @@ def test_in_a_pipe_it_says_a_line_at_a_time_and_ends_with_the_run(tmp_path):
     llama_run(run)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and rest.splitlines()[-1].startswith("done: 16 of 17 norms removed")
+
+
+def test_in_a_terminal_the_panel_has_the_curve_and_the_result_comes_once(tmp_path):
+    run = running(tmp_path / "run")
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "PYTHONUTF8": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
+    process = subprocess.Popen([*COMMAND, str(run), "--every", "0.2"], stdout=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    while "█".encode() not in shown and shown.count(b"training internal") < 20:
+        shown += os.read(ours, 4096)
+    assert "█".encode() in shown
+    llama_run(run)
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        while block := os.read(ours, 4096):
+            shown += block
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    last = shown.decode().split("\x1b[?25h")[-1]  # the cursor is back
+    assert last.startswith("done: 16 of 17 norms removed") and shown.count(b"16 of 17") == 1
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path):

@@ -70,7 +70,10 @@ WarmupSteps = Annotated[
     int | None, typer.Option(help="Steps at gate 1. Default: 1/4 of a pretraining, 1/20 of a taper.")
 ]
 TaperSteps = Annotated[int | None, typer.Option(help="Steps in which the gate falls. Default: 1/2 or 1/4.")]
-Fixed = Annotated[str, typer.Option(help="Fixed branch: diagonal, or linear, a matrix; it folds all the same.")]
+Fixed = Annotated[
+    str | None,
+    typer.Option(help="Fixed branch: diagonal, or linear, a matrix (default for taper); it folds all the same."),
+]
 Calibration = Annotated[str, typer.Option(help="How c is found: robust, lstsq or log.")]
 Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relative. Default: by command.")]
 AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
@@ -86,9 +89,16 @@ Order = Annotated[str, typer.Option(help="Which go first when staggered: depth, 
 Guard = Annotated[
     float, typer.Option(help="Hold the gate where the loss is this many nats above the warm-up's. 0: no guard.")
 ]
-Distill = Annotated[float, typer.Option(help="Weight of a teacher: KL of its next tokens, a token.")]
-Match = Annotated[float, typer.Option(help="Weight of a teacher's residual behind every block: distance from it.")]
-Teacher = Annotated[str, typer.Option(help="original; baseline: what the run trains with its norms; or a model.")]
+Distill = Annotated[
+    float | None,
+    typer.Option(help="Weight of a teacher: KL of its next tokens. Default: 1, if baseline is on; 0: none."),
+]
+Match = Annotated[
+    float | None, typer.Option(help="Weight of the distance from a teacher's residual behind every block. Default: 10.")
+]
+Teacher = Annotated[
+    str | None, typer.Option(help="original; baseline (default): what the run trains with its norms; or a model.")
+]
 Lora = Annotated[
     int | None, typer.Option(help="Train adapters of this rank, then merge (pip install tapernorm[peft]).")
 ]

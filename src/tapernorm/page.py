@@ -61,7 +61,7 @@ def format_gap(value: Any, base: Any, missing: str = "") -> str:
     one, two = number(value), number(base)
     if one is None or not two:
         return missing
-    return f"{100 * (one / two - 1):+.2f} %".replace("-", "−")
+    return f"{100 * (one / two - 1):+z.2f} %".replace("-", "−")
 
 
 def format_error(value: Any, plain: bool = False) -> str:

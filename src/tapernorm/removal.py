@@ -178,9 +178,9 @@ def execute(config: RemovalConfig, overwrite: bool = False) -> dict[str, Any]:
     run.update(samples=_samples(original, loaded, work))
     prompt = run.record["samples"][0]["prompt"]
     run.update(generate_command=f"tapernorm generate {shlex.quote(str(folder))} --prompt {shlex.quote(prompt)}")
-    run.update(failed=failures(run.record), status="done")
+    run.update(failed=failures(run.record))
     card.write_card(folder, run.record)
-    run.update(report=str(write_report(run.folder)))
+    run.update(status="done", report=str(write_report(run.folder)))  # who waits for the end finds the page
     if config.csv:
         bench.append_csv(Path(config.csv), [csv_row(run.record)])
     return run.record

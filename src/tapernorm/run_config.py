@@ -72,12 +72,14 @@ class RunConfig:
         warmup_steps, taper_steps: of the gate; None: a quarter and a half of the run for pretrain, a twentieth and
             a quarter for taper.
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 0.06 / width and at most 5e-4 for taper.
-        fixed, uniformity_weight, uniformity_above, cap, stagger, order, guard_margin: as in `TaperConfig`; here the
-            guard is on unless its margin is 0.
+        fixed: as in `TaperConfig`; None: `"linear"` for a taper of all weights, else `"diagonal"`.
+        uniformity_weight, uniformity_above, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is
+            on unless its margin is 0.
         distill: for taper, the weight of the KL to a teacher (`tapernorm.distill`); 0: none.
         match: for taper, the weight of the distance from the teacher's residual behind every block; 0: none.
         teacher: `"original"`, the model as it was given; `"baseline"`, what has just been trained with its norms on the
-            same batches; or another model of the same tokens and shape, as `model`.
+            same batches; or another model of the same tokens and shape, as `model`. With none of the three given, a
+            taper of all weights that trains a baseline has it as its teacher, with the weights 1 and 10.
         lora: for taper, the rank of adapters that are trained in place of the linear maps (`tapernorm.lora`).
         prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.
         eval_tokens: how much of the validation text to measure on.
@@ -103,15 +105,15 @@ class RunConfig:
     warmup_steps: int | None = None
     taper_steps: int | None = None
     calibration: str = "robust"
-    fixed: str = "diagonal"
+    fixed: str = None  # type: ignore[assignment]  # filled in, as are the three below
     anchor: str | None = None
     anchor_weight: float | None = None
     keep: tuple[str, ...] = ()
     allow_massive: bool = False
     prefix: str = "auto"
-    distill: float = 0.0
-    match: float = 0.0
-    teacher: str = "original"
+    distill: float = None  # type: ignore[assignment]
+    match: float = None  # type: ignore[assignment]
+    teacher: str = None  # type: ignore[assignment]
     lora: int | None = None
     uniformity_weight: float = 0.0
     uniformity_above: float | None = None
@@ -130,6 +132,7 @@ class RunConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        self._fill()
         object.__setattr__(self, "keep", read_sequence("keep", self.keep, str))
         object.__setattr__(self, "order", read_order(self.order))
         kinds = ("taper", "pretrain")
@@ -175,6 +178,18 @@ class RunConfig:
                     f"{taper.total_steps}, beyond the run's steps={self.steps}: the gate would not reach 0; "
                     "lower them or raise steps"
                 )
+
+    def _fill(self) -> None:
+        """Defaults that depend on other values: what did best where it was tried."""
+        whole = self.kind == "taper" and self.lora is None
+        told = (self.distill, self.match, self.teacher) != (None, None, None)
+        if whole and self.baseline and self.arm != "baseline" and not told:
+            filled: dict[str, Any] = {"distill": 1.0, "match": 10.0, "teacher": "baseline"}
+        else:
+            filled = {"distill": 0.0, "match": 0.0, "teacher": "original"}
+        for field, value in (filled | {"fixed": "linear" if whole else "diagonal"}).items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
 
     @property
     def taught(self) -> bool:

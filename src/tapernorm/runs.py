@@ -96,9 +96,7 @@ def _work(run: Run[RunConfig], material: Material) -> None:
         model = _train_arm(run, material, config.arm, config)
         measure(config.arm, model)
         _finish(run, material, model)
-    run.update(status="done")
-    report = write_report(run.folder)
-    run.update(report=str(report))
+    run.update(status="done", report=str(write_report(run.folder)))  # who waits for the end finds the page
 
 
 def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunConfig | None) -> Any:

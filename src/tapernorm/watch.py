@@ -79,9 +79,10 @@ def _show(looks: Iterator[dict[str, Any]], live: bool) -> dict[str, Any]:
             if seen["status"] not in _ENDED:
                 print(line(seen), flush=True)  # who reads the pipe reads it now
         return seen
-    with Live(console=console(), auto_refresh=False) as screen:
+    # Live's stand-in for stdout has no encoding, and the curve asks for it
+    with Live(console=console(), auto_refresh=False, redirect_stdout=False) as screen:
         for seen in looks:
-            screen.update(panel(seen), refresh=True)
+            screen.update(panel(seen | {"result": None}), refresh=True)  # that is said last, once
     return seen
 
 
@@ -265,9 +266,9 @@ def _facts(seen: Mapping[str, Any]) -> dict[str, str]:
     facts["gate"] = finite(seen["gate"], lambda v: f"{v:.2f}")
     facts["loss"] = format_loss(seen["loss"])
     facts["validation loss"] = format_loss(seen["eval_loss"])
-    facts["gap so far"] = finite(seen["gap_percent"], lambda v: f"{v:+.2f} %".replace("-", "−"))
+    facts["gap so far"] = finite(seen["gap_percent"], lambda v: f"{v:+z.2f} %".replace("-", "−"))
     facts["tokens/s"] = format_speed(seen["tokens_per_second"])
-    facts["training left"] = format_duration(seen["remaining_seconds"]) if running else ""
+    facts["training left"] = format_duration(seen["remaining_seconds"]) if running and seen["remaining_seconds"] else ""
     if count := len(seen["events"]):
         facts["events"] = format_count(count)
     quiet = seen["seconds_since_written"]
