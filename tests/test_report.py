@@ -244,6 +244,14 @@ def test_summary_table_fits_a_narrow_terminal(tmp_path):
     assert "not measured" in out.getvalue()
 
 
+def test_an_option_of_a_command_does_not_wrap_at_its_hyphens():
+    shown = pages._command("tapernorm generate a-b --max-new-tokens 3 --prompt '<b> -'")
+    assert shown == (
+        'tapernorm generate a-b <span class="option">--max-new-tokens</span> 3 '
+        '<span class="option">--prompt</span> &#39;&lt;b&gt; -&#39;'
+    )
+
+
 def test_formats():
     assert pages.format_loss(2.92031) == "2.9203"
     assert pages.format_loss(None) == pages.format_loss("3") == pages.MISSING

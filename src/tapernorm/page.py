@@ -31,7 +31,7 @@ def render(template: str, view: Mapping[str, Any]) -> str:
     """The page that a template of this package makes of `view`. Every `format_x` below is `x` in a template."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"breakable": _breakable, "codes": _codes}
+    environment.filters |= {"breakable": _breakable, "codes": _codes, "command": _command}
     environment.globals |= {name[7:]: each for name, each in globals().items() if name.startswith("format_")}
     environment.globals["missing"] = MISSING
     return environment.get_template(template).render(view)
@@ -153,6 +153,11 @@ def part(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _breakable(name: Any) -> Markup:
     """A dotted name that may wrap after its dots and underscores."""
     return Markup(str(escape(str(name))).replace(".", ".<wbr>").replace("_", "_<wbr>"))
+
+
+def _command(text: Any) -> Markup:
+    """A command line that never wraps within an option, after one of its hyphens."""
+    return Markup(re.sub(r"(?<!\S)(-[\w-]+)", r'<span class="option">\1</span>', str(escape(str(text)))))
 
 
 def _codes(text: Any) -> Markup:
