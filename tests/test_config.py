@@ -228,3 +228,26 @@ def test_a_run_goes_through_json():
     config = run(keep=["a", "b"], arm="all", learning_rate=1e-3)
     assert RunConfig(**json.loads(json.dumps(config.to_dict()))) == config
     assert set(SIZES) == {"demo", "1m", "3m", "9m", "30m"}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, ("linear", 1.0, 10.0, "baseline")),
+        ({"baseline": False}, ("linear", 0.0, 0.0, "original")),
+        ({"arm": "baseline"}, ("linear", 0.0, 0.0, "original")),
+        ({"lora": 4}, ("diagonal", 0.0, 0.0, "original")),
+        ({"distill": 2.0}, ("linear", 2.0, 0.0, "original")),
+        ({"distill": 0.0, "match": 0.0}, ("linear", 0.0, 0.0, "original")),
+        ({"fixed": "diagonal", "match": 1.0, "teacher": "baseline"}, ("diagonal", 0.0, 1.0, "baseline")),
+    ],
+)
+def test_a_taper_has_its_twin_as_a_teacher_unless_told_otherwise(given, wanted):
+    config = RunConfig(kind="taper", model="m", data="d", out="o", **given)
+    assert (config.fixed, config.distill, config.match, config.teacher) == wanted
+    assert RunConfig(**config.to_dict()) == config  # as a run that goes on reads it
+
+
+def test_a_pretraining_has_no_teacher():
+    config = RunConfig(kind="pretrain", data="d", out="o")
+    assert (config.fixed, config.distill, config.match, config.teacher) == ("diagonal", 0.0, 0.0, "original")
