@@ -30,6 +30,7 @@ def test_measuring_leaves_the_weights_and_the_random_numbers_alone() -> None:
 def test_what_is_said(call: Call, models, text, tmp_path, monkeypatch, asked) -> None:  # noqa: F811
     """Log calibration beside uniformity, and the relative anchor where the final norm goes; all in one run."""
     monkeypatch.setattr(forecast, "seconds_per_step", lambda *args: 0.5)
+    monkeypatch.setattr(forecast, "seconds_per_target", lambda *args: 0.1)
     given = ("--data", text, "--calibration", "log", "--uniformity-weight", 0.01, "--prefix", "3", *QUICK)
     code, said, err = call("taper", models / "llama", "--out", tmp_path / "run", *asked, *given, "--json")
     assert code == 0, err
@@ -37,9 +38,11 @@ def test_what_is_said(call: Call, models, text, tmp_path, monkeypatch, asked) ->
     assert err.splitlines() == [
         f"tapernorm: {5 if whole else 4} of 5 norms go (arm {asked[1]}) in 12 steps of 64 tokens: 3 with the norms on, "
         "6 while they are turned off, 3 without them",
-        "tapernorm: the constant prefix [3] in front; all weights trained",
-        # 12 steps of 0.5 s with the norms on, and 12 of 0.7 s
-        f"tapernorm: about {'14.4' if whole else '8.4'} s of training"
+        "tapernorm: the constant prefix [3] in front; "
+        + "the model trained with its norms as a teacher, its KL with weight 1, its residuals with 10; " * whole
+        + "all weights trained",
+        # 12 steps of 0.5 s with the norms on, and 12 of 0.7 s, or 0.8 with a teacher
+        f"tapernorm: about {'15.6' if whole else '8.4'} s of training"
         + " for two trainings, one of them with the norms on, to compare with" * whole
         + ": a step with the norms on takes 0.5 s here, one of the taper about 1.4 times that",
     ]
