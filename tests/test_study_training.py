@@ -185,3 +185,12 @@ def test_logit_chasing_keeps_its_curves(source, tmp_path, monkeypatch):
     assert (folder / "1m.svg").read_text().count("<path") > 10
     page = (folder / "page.md").read_text()
     assert all(f"| {final} | 1 |" in page for final in logit_chasing.FINAL) and "times as large with it removed" in page
+
+
+@pytest.mark.parametrize(
+    ("arm", "weight"), [("internal", None), ("internal+aux", 0.01), ("all", 0.0), ("all+aux", 0.01)]
+)
+def test_a_recipe_for_the_scale_loss_is_for_arms_that_have_it(tmp_path, arm, weight):
+    context = Context("small", "text.txt", tmp_path, {})
+    values, _ = tinystories.settings({"size": "1m", "arm": arm, "seed": 0, "recipe": "light"}, context)
+    assert RunConfig(**values).anchor_weight == weight

@@ -29,6 +29,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "uniformity": {"uniformity_weight": 0.01},
     "stagger": {"stagger": 0.5, "order": "difficulty"},
     "gain-lr": {"gain_rate": 5.0},
+    "light": {"anchor_weight": 0.01},
+    "relative": {"anchor": "relative"},
 }
 SIZES = {"small": ("1m", "3m"), "paper": ("1m", "3m", "9m", "30m")}
 SEEDS = {"small": 3, "paper": 6}
@@ -64,6 +66,8 @@ def _cell(size: str, arm: str, seed: int, recipe: str = "default") -> Cell:
 def settings(cell: Cell, context: Context) -> tuple[dict[str, Any], float]:
     """(what a RunConfig takes, the gains' learning rate) of a run."""
     recipe = dict(RECIPES[cell["recipe"]])
+    if not cell["arm"].endswith("+aux"):
+        recipe.pop("anchor_weight", None)  # a recipe does not make another arm
     gain_rate = recipe.pop("gain_rate", 1.0)
     budget = BUDGET[context.scale] | context.counts("steps", "batch", "block")
     if budget["block"] > CONTEXT:

@@ -43,7 +43,8 @@ RECIPES_TEXT = """\
 `paper`: least squares, no guard. `long-taper`: the gate is 1 for an eighth of the steps and falls for three quarters.
 `early`: 1 for an eighth, falling for a quarter, 0 for the rest. `uniformity`: tokens are pulled to one scale, weight
 0.01. `stagger`: norms go one after another over half of the taper, the easiest first. `gain-lr`: the fixed branch's
-gains learn five times as fast.
+gains learn five times as fast. `light`: the scale loss with λ = 0.01. `relative`: (s/s_tgt − 1)² in place of
+(s − s_tgt)².
 """
 
 DIFFERENT = """\
