@@ -156,7 +156,7 @@ def test_recipes_change_the_taper_alone():
         values, rate = tinystories.settings(cell, context)
         config = RunConfig(**values)
         assert (config.steps, config.seed, config.size) == (budget["steps"], 4, "3m")
-        assert config.taper.arm == "all" and config.taper.weight == 0.1
+        assert config.taper.arm == "all" and config.taper.weight == (0.01 if recipe == "light" else 0.1)
         assert (rate != 1) == (recipe == "gain-lr")
         usual = RunConfig(**tinystories.settings(cell | {"recipe": "default"}, context)[0])
         assert (dataclasses.replace(config, out="") == dataclasses.replace(usual, out="")) == (
