@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapernorm import data, hub, packing, sources
 from tapernorm.bench import device_name
+from tapernorm.bos import take_over
 from tapernorm.convert import choose, get_controller
 from tapernorm.packing import Blocks
 from tapernorm.precision import refuse_bfloat16
@@ -72,8 +73,10 @@ def prepare(config: RunConfig, resume: bool = False) -> Material:
     sites = find_sites(model)
     if config.arm != "baseline":
         choose(sites, config.taper)
-    prefix = _prefix(config, model, tokenizer, text.train, sites)
+    asked = () if config.kind == "pretrain" or config.arm == "baseline" else read_prefix(config.prefix)
+    prefix = choose_prefix(asked, model, tokenizer, text.train, sites, look=not config.allow_massive)
     block = _check_block(config, room(model, prefix))
+    take_over(model, tokenizer, prefix)  # of both arms: the baseline would miss its first token
     train = packing.pack_labelled(text.train, tokenizer, block)
     validation = packing.pack_labelled(text.validation, tokenizer, block, limit=max(1, config.eval_tokens // block))
     refuse_foreign_ids(train.ids, model)
@@ -95,19 +98,19 @@ def prepare(config: RunConfig, resume: bool = False) -> Material:
     return Material(build, tokenizer, train, validation, sites, prefix, gathered, facts)
 
 
-def _prefix(
-    config: RunConfig, model: Any, tokenizer: Any, texts: Iterable[str], sites: list[NormSite]
+def choose_prefix(
+    asked: tuple[int, ...] | None,
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str],
+    sites: list[NormSite],
+    look: bool = True,
 ) -> tuple[int, ...]:
-    """The constant prefix that was asked for, or the one that is needed; a fresh model needs none."""
-    asked = read_prefix(config.prefix)
-    if config.kind == "pretrain" or config.arm == "baseline":
-        return ()
-    if asked is not None:
-        if asked:
-            refuse_prefix(model, asked)
-        return asked
-    if config.allow_massive:
-        return ()
+    """The constant prefix that was asked for, or, where that is None, the one that is needed if it is looked for."""
+    if asked:
+        refuse_prefix(model, asked)
+    if asked is not None or not look:
+        return asked or ()
     return find_prefix(model, tokenizer, texts, sites=sites)
 
 

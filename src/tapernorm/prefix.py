@@ -5,7 +5,7 @@ one. A fixed scale cannot serve such a token and the others. p tokens (1 to 4) i
 and values depend on nothing but the weights, so they are computed once, by the model with all its norms, at the
 positions −p … −1, and become constants of the attention layers. The text keeps the positions 0, 1, …; with learned
 positions the table loses its first p rows and the context p tokens. A prompt's own beginning-of-text token is a token
-like any other, after the prefix.
+like any other, after the prefix; a tokenizer that writes one itself no longer does (`tapernorm.bos`).
 
 What the layers do with the constants is in `tapernorm.modeling_tapernorm`, since a saved model needs it too.
 """
@@ -78,7 +78,8 @@ def sample(tokenizer: Any, texts: Iterable[str] | Tensor, model: Any, tokens: in
     block = min(block, context_length(model) - 4)
     stream: list[int] = []
     if isinstance(texts, Tensor):
-        stream, texts = texts.flatten()[:tokens].tolist(), []
+        bos = own_bos(tokenizer)
+        stream, texts = [token for token in texts.flatten()[: 2 * tokens].tolist() if token != bos], []
     for text in texts:
         stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(stream) >= tokens:
@@ -92,16 +93,26 @@ def sample(tokenizer: Any, texts: Iterable[str] | Tensor, model: Any, tokens: in
 def search_prefix(
     model: Any, tokenizer: Any, ids: Tensor, ratio: float = MASSIVE_RATIO, sites: list[NormSite] | None = None
 ) -> list[Trial]:
-    """Every prefix that was tried, in order; the last one is clean, if any is. ids: [N, T]"""
+    """Every prefix that was tried, in order; the last one is clean, if any is. ids: [N, T], without the token that the
+    tokenizer may begin a text with: where there is no prefix it stands in front of each row, as of each prompt."""
     sites = [s for s in (sites or find_sites(model)) if s.role in ("internal", "final", "other") and s.probed]
+    bos = own_bos(tokenizer)
+    begun = ids if bos is None else nn.functional.pad(ids, (1, 0), value=bos)
     trials = []
     for prefix in _candidates(tokenizer, ids):
-        trials.append(_try(model, sites, ids[:_FEW], prefix))
+        text = ids if prefix else begun
+        trials.append(_try(model, sites, text[:_FEW], prefix))
         if trials[-1].ratio <= ratio and len(ids) > _FEW:
-            trials[-1] = _try(model, sites, ids, prefix)
+            trials[-1] = _try(model, sites, text, prefix)
         if trials[-1].ratio <= ratio:
             break
     return trials
+
+
+def own_bos(tokenizer: Any) -> int | None:
+    """The beginning-of-text token, where the tokenizer itself puts it in front of every text."""
+    bos: int | None = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [bos] else None
 
 
 def _candidates(tokenizer: Any, ids: Tensor) -> Iterator[tuple[int, ...]]:

@@ -17,6 +17,7 @@ import itertools
 import math
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,20 @@ import torch
 from torch import Tensor
 
 from tapernorm import bench, card, data, hub, sources
+from tapernorm.bos import take_over
 from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig
 from tapernorm.convert import choose
 from tapernorm.headroom import largest_activation
 from tapernorm.logits import batch_within
-from tapernorm.material import continuations, device, load_original, model_facts, refuse_foreign_ids
+from tapernorm.material import (
+    choose_prefix,
+    continuations,
+    device,
+    load_original,
+    model_facts,
+    refuse_foreign_ids,
+)
 from tapernorm.page import plain
 from tapernorm.precision import fast_products, refuse_bfloat16
 from tapernorm.prefix import room
@@ -263,6 +272,7 @@ class _Work:
     gathered: sources.Gathered
     texts: dict[str, Tensor]  # "validation" and "other" -> [N, block] ids
     block: int
+    prefix: tuple[int, ...]
     sites: list[NormSite]
     chosen: list[NormSite]
     facts: dict[str, Any]
@@ -277,7 +287,9 @@ class _Work:
         gathered = sources.gather(config, model, tokenizer, device())
         text = gathered.text
         context = context_length(model)
-        block = min(512, room(model, read_prefix(config.prefix)))
+        prefix = choose_prefix(read_prefix(config.prefix), model, tokenizer, shuffled(text.train), sites)
+        block = min(512, room(model, prefix))
+        take_over(model, tokenizer, prefix)  # the original is measured with it too: it would miss its first token
         count = max(1, config.eval_tokens // block)
         texts = {"validation": data.pack(text.validation, tokenizer, block, limit=count)}
         if config.other_data is not None:
@@ -292,7 +304,7 @@ class _Work:
         }
         if "other" in texts:
             facts["data"] |= {"other_text": other.name, "other_tokens": texts["other"].numel()}
-        return cls(model.to(device()), tokenizer, gathered, texts, block, sites, chosen, facts)
+        return cls(model.to(device()), tokenizer, gathered, texts, block, prefix, sites, chosen, facts)
 
     def measure(self, model: Any, label: str, fast: bool = False) -> dict[str, Any]:
         """{"losses": {text: Losses}, "largest": {"value", "where"}} of a model."""
@@ -307,16 +319,18 @@ class _Work:
 
 
 def _remove(config: RemovalConfig, work: _Work) -> Removal:
-    prefix = read_prefix(config.prefix)
-    # Documents of every part of the text: its beginning may be unlike the rest.
-    train: Any = work.gathered.text.train
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    texts = (train[index] for index in order)
     with stages() as tell:
         return remove_(
-            work.model, texts, work.tokenizer, budget=read_budget(config.budget), prefix=prefix,
+            work.model, shuffled(work.gathered.text.train), work.tokenizer, budget=read_budget(config.budget),
+            prefix=work.prefix,
             keep=config.keep, refit=config.refit, fit_tokens=config.fit_tokens, block=work.block, progress=tell,
         )  # fmt: skip
+
+
+def shuffled(train: Any) -> Iterator[str]:
+    """Documents of every part of the text: its beginning may be unlike the rest."""
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    return (train[index] for index in order)
 
 
 def _reasons(work: _Work, removal: Removal) -> dict[str, str]:

@@ -28,13 +28,14 @@ from typing import Any
 from torch import Tensor
 
 from tapernorm import data
+from tapernorm.bos import take_over, without_bos
 from tapernorm.chain import Chain
 from tapernorm.config import TaperConfig
 from tapernorm.convert import choose, get_controller
 from tapernorm.fold import FoldReport, fold_
 from tapernorm.logits import batch_within
 from tapernorm.precision import fast_products
-from tapernorm.prefix import attach_prefix, find_prefix, prefix_of, room
+from tapernorm.prefix import attach_prefix, find_prefix, own_bos, prefix_of, room
 from tapernorm.search import Progress, Search, likely_rise
 from tapernorm.sites import find_sites
 from tapernorm.verify import Losses, losses_of, summarise
@@ -97,7 +98,8 @@ def remove_(
     Args:
         model: a transformers model with its norms.
         texts: texts like those that the model is for, or [N, T] token ids (which leave room for a prefix).
-        tokenizer: needed for texts, and to look for a prefix.
+        tokenizer: needed for texts, and to look for a prefix. Where it begins every text with a token of its own, a
+            prefix takes that over (`tapernorm.bos`): it no longer does, and the loss before is that with the prefix.
         budget: the loss may rise by this share. Held-out text decides, and a rise that is likely on other text: its
             mean and two standard errors.
         prefix: token ids of a constant prefix; () for none; None: one is looked for where tokens are massive.
@@ -125,22 +127,27 @@ def remove_(
     length = min(block, room(model, () if prefix_of(model) else prefix))
     ids = _pack(texts, tokenizer, length, fit_tokens + check_tokens)
     Chain(model, chosen, ids[:1])  # refuses what is no row of blocks
-    share = fit_tokens / (fit_tokens + check_tokens)
-    fitted = max(1, min(fit_tokens // length, int(share * len(ids))))
-    check, fit = ids[:-fitted], ids[-fitted:]
-    with fast_products(model):  # as in the search, for the two are compared
-        batch = batch_within(model, length)
-        base = losses_of(model, check, batch, progress=_told(progress, "loss as it is", len(check), batch))
     if prefix is None:
         prefix = find_prefix(model, tokenizer, ids, sites=sites) if tokenizer is not None else ()
-    before = summarise(base)
-    allowed, last = before.loss * budget, before.p999 * (1 + tail)
-
-    def sound(losses: Tensor) -> bool:
-        found = summarise(losses)
-        return found.nonfinite == 0 and likely_rise(losses, base) <= allowed and found.p999 <= last
-
     with contextlib.ExitStack() as undo:
+        if tokenizer is not None:
+            bos, put_back = own_bos(tokenizer), take_over(model, tokenizer, prefix)
+            if put_back is not None:
+                undo.callback(put_back)
+                ids = without_bos(ids, bos)
+        share = fit_tokens / (fit_tokens + check_tokens)
+        fitted = max(1, min(fit_tokens // length, int(share * len(ids))))
+        check, fit = ids[:-fitted], ids[-fitted:]
+        with fast_products(model):  # as in the search, for the two are compared
+            batch = batch_within(model, length)
+            base = losses_of(model, check, batch, progress=_told(progress, "loss as it is", len(check), batch))
+        before = summarise(base)
+        allowed, last = before.loss * budget, before.p999 * (1 + tail)
+
+        def sound(losses: Tensor) -> bool:
+            found = summarise(losses)
+            return found.nonfinite == 0 and likely_rise(losses, base) <= allowed and found.p999 <= last
+
         if prefix and prefix != prefix_of(model):
             undo.callback(attach_prefix(model, prefix))
         search = Search(model, chosen, fit, check, refit, progress)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tapernorm.bos import without_bos
 from tapernorm.chain import Chain
 from tapernorm.config import MASSIVE_RATIO
 from tapernorm.logits import divergence, log_probabilities
 from tapernorm.modules import TaperNorm
-from tapernorm.prefix import Trial, attach_prefix, prefix_of, sample, search_prefix
+from tapernorm.prefix import Trial, attach_prefix, own_bos, prefix_of, sample, search_prefix
 from tapernorm.scales import outstanding, token_scales
 from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.statistics import robust_scale
@@ -107,17 +108,18 @@ def survey(
     loss = evaluate(model, ids, progress=_steps(tell, "loss", len(ids) / 8)).loss
     trials, prefix = _prefixes(model, tokenizer, ids, read, notes, tell)
     after: dict[str, Spread] = {}
-    loss_prefix = None
+    loss_prefix, text = None, ids
     if prefix:
         try:
             attach_prefix(model, prefix)
         except ValueError as error:
             notes.append(f"the prefix cannot be put in: {error}")
         else:
-            again = token_scales(model, read, ids, progress=_steps(tell, "scales with the prefix", len(ids) / 8))
-            after = {name: _spread(r, ids) for name, r in again.items()}
-            loss_prefix = evaluate(model, ids).loss
-    few = ids[: max(1, cost_tokens // ids.shape[1])]
+            text = without_bos(ids, own_bos(tokenizer))
+            again = token_scales(model, read, text, progress=_steps(tell, "scales with the prefix", len(text) / 8))
+            after = {name: _spread(r, text) for name, r in again.items()}
+            loss_prefix = evaluate(model, text).loss
+    few = text[: max(1, cost_tokens // ids.shape[1])]
     costs: dict[str, float] = {}
     c: dict[str, float] = {}
     try:
