@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import stories
 from tapernorm.chats import Rendered, messages_of, render
 from tapernorm.data import load_text, pack
-from tapernorm.packing import Blocks, pack_labelled
+from tapernorm.packing import Blocks, disturbed, pack_labelled
 from tapernorm.sources import mix
 from tapernorm.verify import evaluate
 from test_cli import Call, call  # noqa: F401  (a fixture)
@@ -302,3 +302,19 @@ def test_commands_without_a_template_refuse_chats(call: Call, place: Path, tmp_p
     code, _, err = call("pretrain", *data)
     assert code == 2 and "name a column of text (--text-column)" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_disturbed_blocks():
+    """A share of the blocks, with a tenth of their tokens from elsewhere in the text, and nothing to predict."""
+    ids = torch.arange(200 * 50).view(200, 50) % 977
+    blocks = Blocks(ids, ids)
+    found = disturbed(blocks, 0.25, seed=3)
+    changed = found.ids != ids
+    hit = (found.labels[:, 8:] == -100).all(-1)
+    assert torch.equal(found.labels[:, :8], ids[:, :8]) and not changed[:, :8].any()  # no batch has nothing to predict
+    assert 0.15 < float(hit.float().mean()) < 0.35 and torch.equal(found.labels[~hit], ids[~hit])
+    assert 0.07 < float(changed[hit, 8:].float().mean()) < 0.13 and not changed[~hit].any()
+    assert bool(torch.isin(found.ids, ids).all())
+    again = disturbed(blocks, 0.25, seed=3)
+    assert torch.equal(found.ids, again.ids) and torch.equal(found.labels, again.labels)
+    assert not torch.equal(found.ids, disturbed(blocks, 0.25, seed=4).ids)

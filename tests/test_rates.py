@@ -7,7 +7,8 @@ import torch
 
 import tapernorm as tn
 from llama import tiny
-from tapernorm.rates import lower_rates, rate_factors, readers
+from tapernorm.held import gone
+from tapernorm.rates import lower_rates, rate_factors
 
 IDS = torch.randint(3, 64, (3, 24), generator=torch.Generator().manual_seed(0))
 
@@ -24,12 +25,12 @@ def without(model, keep=()):
 
 def test_the_readers_of_norms_that_are_gone():
     model = without(tiny(), keep=("model.layers.1.*",))
-    found = readers(model, IDS)
+    found = {name: each.readers for name, each in gone(model, IDS).items()}
     assert found == {
         "model.layers.0.input_layernorm": tuple(f"model.layers.0.self_attn.{n}_proj.weight" for n in "qkv"),
         "model.layers.0.post_attention_layernorm": tuple(f"model.layers.0.mlp.{n}_proj.weight" for n in ("gate", "up")),
     }
-    assert readers(tiny(), IDS) == {} and rate_factors(tiny(), IDS) == {}
+    assert gone(tiny(), IDS) == {} and rate_factors({}) == {}
 
 
 def test_the_factor_is_one_over_the_scale_that_they_read():
@@ -40,7 +41,7 @@ def test_the_factor_is_one_over_the_scale_that_they_read():
     read = {}
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"):
         model.get_submodule(name).register_forward_pre_hook(lambda m, args, name=name: read.update({name: args[0]}))
-    factors = rate_factors(model, IDS)
+    factors = rate_factors(gone(model, IDS))
     assert len(factors) == 10
     for name, h in read.items():
         r = torch.linalg.vector_norm(h, dim=-1) / h.shape[-1] ** 0.5
@@ -68,7 +69,7 @@ def test_a_step_is_that_of_the_map_behind_the_norm():
 
 def test_groups_keep_their_settings_and_schedule():
     model = without(tiny())
-    factors = rate_factors(model, IDS)
+    factors = rate_factors(gone(model, IDS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.03)
     lower_rates(optimizer, model, factors)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

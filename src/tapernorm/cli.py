@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tapernorm import _folder, cli_runs, failures
+from tapernorm import _folder, cli_models, cli_runs, failures
 from tapernorm import options as o
 from tapernorm.output import INTERRUPTED
 from tapernorm.output import console as _console
@@ -150,6 +150,9 @@ def taper(
     uniformity_weight: o.Uniformity = 0.0,
     uniformity_above: o.Above = None,
     cap: o.Cap = None,
+    loosen_steps: o.Loosen = 0,
+    gradient_cap: o.GradientCap = None,
+    disturb: o.Disturb = 0.0,
     stagger: o.Stagger = 0.0,
     order: o.Order = "depth",
     guard_margin: o.Guard = 1.0,
@@ -285,41 +288,6 @@ def export(
 
 
 @app.command()
-def verify(
-    a: Annotated[str, typer.Argument(help="The reference model.")],
-    b: Annotated[str, typer.Argument(help="The model to judge.")],
-    data: Annotated[str | None, typer.Option("--data", help="Text to compare on. Default: random tokens.")] = None,
-    text_column: o.Column = "text",
-    split: o.Split = None,
-    block: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
-    blocks: Annotated[int, typer.Option(help="Sequences to compare.")] = 16,
-    as_json: o.Json = False,
-    config: o.Config = None,
-) -> None:
-    """Compare two models: logits, greedy tokens, cached against uncached, loss. Exit code 3 if they differ."""
-    from tapernorm.commands import compare
-
-    compare(a, b, data, text_column, split, block, blocks, as_json)
-
-
-@app.command(name="eval")
-def evaluate(
-    model: o.Model,
-    data: o.Data,
-    text_column: o.Column = "text",
-    split: o.Split = None,
-    block: o.Block = None,
-    eval_tokens: o.EvalTokens = 65_536,
-    as_json: o.Json = False,
-    config: o.Config = None,
-) -> None:
-    """The loss of a model on the validation part of a text: mean, median and tail."""
-    from tapernorm.commands import measure_loss
-
-    measure_loss(model, data, text_column, split, block, eval_tokens, as_json)
-
-
-@app.command()
 def bench(
     model: o.Model,
     arm: Annotated[str, typer.Option(help="Which norms the folded variants lack: internal or all.")] = "internal",
@@ -347,25 +315,8 @@ def bench(
     run({k: v for k, v in locals().items() if k not in ("config", "run")})
 
 
-@app.command()
-def generate(
-    model: o.Model,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to make.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws, where --temperature is not 0.")] = 0,
-    compile: o.CompileStep = None,
-    as_json: o.Json = False,
-    config: o.Config = None,
-) -> None:
-    """Write text with a model, as it comes: the tokens of transformers' generate, sooner. See docs/generating.md."""
-    from tapernorm.commands import write_text
-
-    write_text(model, prompt, max_new_tokens, temperature, top_p, seed, compile, as_json)
-
-
-for command in (cli_runs.report, cli_runs.watch, cli_runs.study):
+app.command(name="eval")(cli_models.evaluate)
+for command in (cli_models.verify, cli_models.generate, cli_runs.report, cli_runs.watch, cli_runs.study):
     app.command()(command)
 
 

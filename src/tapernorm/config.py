@@ -88,7 +88,11 @@ class TaperConfig:
         uniformity_above: where a token's scale begins to count, as a multiple of the usual one: the loss is
             max(0, log(r·c / uniformity_above))², which leaves all but the large tokens alone; None: every token counts.
         cap: κ of the seat belt: below gate 1 the fixed branch's scale for a token is c·min(1, κ/(c·r)), at gate 0 in
-            training only; 2 to 4 is usual, None turns it off.
+            training only; 1.5 to 4 is usual, None turns it off.
+        loosen_steps: after the taper κ doubles every so many optimizer steps, so that the end is trained for what the
+            fold leaves; 0: it stays.
+        gradient_cap: in training no token's gradient at the input of a norm counts for more than this many times the
+            median token's (`tapernorm.belts`); 10 leaves all but the few that run away alone, None turns it off.
         massive_ratio: a token whose r is above this multiple of its site's median in warm-up is massive.
         allow_massive: go on although massive tokens were seen.
         stagger: how much later than the first site the last one starts, as a share of taper_steps, 0 ≤ stagger < 1.
@@ -120,6 +124,8 @@ class TaperConfig:
     uniformity_weight: float = 0.0
     uniformity_above: float | None = None
     cap: float | None = None
+    loosen_steps: int = 0
+    gradient_cap: float | None = None
     massive_ratio: float = MASSIVE_RATIO
     allow_massive: bool = False
     stagger: float = 0.0
@@ -161,6 +167,15 @@ class TaperConfig:
         if self.cap is not None and (not is_number(self.cap) or not 1 < self.cap < float("inf")):
             raise ValueError(
                 f"cap={self.cap!r} must be None or a finite number above 1: r·c is about 1 where all is well"
+            )
+        bound = self.gradient_cap
+        if bound is not None and (not is_number(bound) or not 1 <= bound < float("inf")):
+            raise ValueError(
+                f"gradient_cap={bound!r} must be None or a finite number, at least 1: it multiplies a median"
+            )
+        if not is_count(self.loosen_steps, 0):
+            raise ValueError(
+                f"loosen_steps={self.loosen_steps!r} must be a whole number of optimizer steps, at least 0"
             )
         if not is_number(self.stagger) or not 0 <= self.stagger < 1:
             raise ValueError(f"stagger={self.stagger!r} must be a share of taper_steps, at least 0 and below 1")

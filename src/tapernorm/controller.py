@@ -12,9 +12,9 @@ may hold, slow or take back.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from tapernorm import optimizers, schedule
 from tapernorm.config import TaperConfig
 from tapernorm.guard import Guard, ResidualScale
+from tapernorm.held import Gone, Held
 from tapernorm.linear_branch import LinearBranches
 from tapernorm.losses import ScaleAnchor
-from tapernorm.modules import TaperNorm, in_backward, taper_norms, uncompiled
+from tapernorm.modules import TaperNorm, taper_norms
 from tapernorm.sites import NormSite
 from tapernorm.statistics import (
     FIELDS,
@@ -58,6 +59,7 @@ class TaperController:
         self.final = final.name if final else None
         # Modules, not tensors: a conversion of the model replaces tensors.
         self.sites: dict[str, TaperNorm] = taper_norms(model)
+        self.held: dict[str, Held] = {}  # norms that went before
         self.step_count = 0
         self.taper_clock = 0.0
         self.dropped_batches = 0  # micro-batches left out of the statistics because they were not finite
@@ -76,7 +78,7 @@ class TaperController:
         self._residual: ResidualScale | None = None
         # The body too: PEFT calls the wrapped model's forward without its hooks.
         watched = {id(m): m for m in (model, getattr(model, "base_model", model))}.values()
-        self._handles = [m.register_forward_pre_hook(self._note_inputs, with_kwargs=True) for m in watched]
+        self._handles = [m.register_forward_pre_hook(self._inputs.note, with_kwargs=True) for m in watched]
         if final is not None and (probed := final.probed) is not None:
             if config.weight > 0:
                 self.anchor = ScaleAnchor(probed.kind, probed.eps, config, self._inputs)
@@ -87,7 +89,7 @@ class TaperController:
             self._handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for hook in hooks]
         self.uniformity = Uniformity(self.sites, config, self._inputs) if config.uniformity_weight > 0 else None
         for module in self.sites.values():
-            module.cap = config.cap
+            module.gradient_cap = config.gradient_cap
         self._set_gates()
 
     # What a training loop calls
@@ -152,6 +154,15 @@ class TaperController:
         if not losses:
             return None, None
         return sum(losses[1:], losses[0]), tokens[0]
+
+    def hold(self, model: nn.Module, gone: Mapping[str, Gone]) -> None:
+        """Hold norms that went before (`tapernorm.held.gone` finds them) as those that go now, in training."""
+        for name, found in gone.items():
+            held = self.held[name] = Held(found.r, found.kind, self.config.gradient_cap)
+            self._handles.append(model.get_submodule(name).register_forward_pre_hook(held))
+            if self.uniformity is not None:
+                self.uniformity.add(held)
+        self._observe()
 
     def attach_optimizer(self, optimizer: Any) -> None:
         """Let the controller copy the optimizer's state of γ and β to γ̃ and β̃ at the end of warm-up.
@@ -274,20 +285,9 @@ class TaperController:
         for handle in self._handles:
             handle.remove()
         for module in self.sites.values():
-            module.observer = module.pull = module.cap = None
+            module.observer = module.pull = module.cap = module.gradient_cap = None
 
     # The steps of step()
-
-    @uncompiled
-    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward():
-            return
-        named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) if args else {}
-        given = named | kwargs
-        mask, ids = given.get("attention_mask"), given.get("input_ids", args[0] if args else None)
-        self._inputs.mask = mask if isinstance(mask, Tensor) else None
-        self._inputs.ids = ids if isinstance(ids, Tensor) and not ids.is_floating_point() else None
-        self._inputs.training = torch.is_grad_enabled()
 
     def _refuse_unconsumed(self) -> None:
         anchor, uniformity = self.anchor, self.uniformity
@@ -380,8 +380,10 @@ class TaperController:
         self._observe()
 
     def _observe(self) -> None:
-        """Statistics are gathered in warm-up only; uniformity asks for a c."""
+        """Statistics are gathered in warm-up only; uniformity asks for a c; the seat belt has its time too."""
         for name, module in self.sites.items():
             module.observer = self._statistics[name] if self.phase == "warmup" else None
+        for part in (*self.sites.values(), *self.held.values()):
+            part.cap = schedule.cap(self.taper_clock, self.config)
         if self.uniformity is not None:
             self.uniformity.active = self.step_count > 0

@@ -1,7 +1,7 @@
 """A teacher: a frozen model with all its norms, to whose next tokens and blocks the tapered model is held.
 
     weight · KL(p ‖ q) a token,    KL = Σ_i p_i log(p_i / q_i) + p_rest log(p_rest / q_rest)
-    match · 1/(L − 1) Σ_l ‖h_l − h*_l‖² / ‖h*_l‖² a token
+    match · 1/(L − 1) Σ_l log(1 + ‖h_l − h*_l‖² / ‖h*_l‖²) a token
 
 h_l: [D] is the residual behind block l of L, h*_l the teacher's.
 
@@ -11,7 +11,8 @@ is 0 where they agree, never above that of the whole vocabulary (the data-proces
 k is the vocabulary.
 
 The second is a target for every block at once, where the KL has to come down through all of them: it keeps a token
-from running away in the first block in which it would. The last block has the KL itself. Where norms take a mean away,
+from running away in the first block in which it would; one that has run away already counts by its logarithm, or it
+would be all that a step sees. The last block has the KL itself. Where norms take a mean away,
 both residuals are without it: nothing reads it, and a fold of layer norms leaves it out.
 
 Every token of the attention mask counts, the last of a sequence too, and the mean is over those of an optimizer step.
@@ -65,7 +66,7 @@ def divergence(logits: Tensor, ids: Tensor, logs: Tensor) -> Tensor:
 
 
 def mismatch(ours: Sequence[Tensor], theirs: Sequence[Tensor], centred: bool = False) -> Tensor:
-    """‖h − h*‖² / ‖h*‖² of each token, its mean over blocks. At least float32.
+    """log(1 + ‖h − h*‖² / ‖h*‖²) of each token, its mean over blocks. At least float32.
 
     ours, theirs: [..., D] of each block; centred: less their means over D. -> [...]
     """
@@ -75,7 +76,7 @@ def mismatch(ours: Sequence[Tensor], theirs: Sequence[Tensor], centred: bool = F
         if centred:
             h, wanted = (x - x.mean(-1, keepdim=True) for x in (h, wanted))
         wanted = wanted.to(h.device)
-        total = total + (h - wanted).pow(2).sum(-1) / wanted.pow(2).sum(-1).clamp(min=1e-12)
+        total = total + ((h - wanted).pow(2).sum(-1) / wanted.pow(2).sum(-1).clamp(min=1e-12)).log1p()
     return total / len(ours)
 
 

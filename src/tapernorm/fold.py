@@ -105,7 +105,8 @@ def fold_(model: nn.Module, example: Any = None, allow_tail: bool = False, fuse:
     plan, sites, narrowed = _audit(model, tapered, inputs)
     groups, unfused = find_groups(model, inputs) if fuse else ([], {})
     with evaluation(model):
-        refuse_held(model, tapered, inputs)
+        controller = get_controller(model)
+        refuse_held(model, {**tapered, **(controller.held if controller else {})}, inputs)
         before = outputs_of(model, inputs)
         if not before:
             raise FoldError("the model's output on the example holds no floating-point tensor: nothing to compare")

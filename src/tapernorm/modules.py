@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tapernorm.belts import bound_gradient
 from tapernorm.probe import Norm, gain
 
 Path = Literal["exact", "mixed", "fixed"]
@@ -113,6 +114,7 @@ class TaperNorm(nn.Module):
         self.register_buffer("gate", torch.ones(1, dtype=torch.float32, device=own.device))
         self.path: Path = "exact"
         self.cap: float | None = None  # κ of the seat belt
+        self.gradient_cap: float | None = None
         self.eps = NO_EPS
         # Set by the controller while statistics are gathered; called with the input of every training forward.
         self.observer: Callable[[Tensor], None] | None = None
@@ -134,11 +136,18 @@ class TaperNorm(nn.Module):
                 self.observer(h)
             if self.pull is not None:
                 h = self.pull(h)
+            if self.gradient_cap is not None:
+                h = bound_gradient(h, self.gradient_cap)
         if self.path == "exact":
             return self._hold(self.norm(h), self.fixed_norm)
         if self.path == "fixed" and not (self.training and self.cap is not None):
             return self._hold(self.fixed_norm(h), self.norm)
         return self._mix(h)
+
+    @property
+    def ruler(self) -> tuple[Tensor, str, float]:
+        """c, and the kind and ε by which a token's scale is measured."""
+        return self.fixed_norm.c, self.probed.kind, self.probed.eps
 
     def gain(self) -> Tensor:
         """γ in float32 or wider, with the one added where the norm's gain is zero-centred. [D]"""

@@ -84,6 +84,11 @@ Above = Annotated[
 ]
 Post = Annotated[bool, typer.Option("--post", help="Also norms of a block's output: Gemma 2, OLMo 2, GLM-4.")]
 Cap = Annotated[float | None, typer.Option(help="Seat belt: no token's r·c counts for more than this in the taper.")]
+Loosen = Annotated[int, typer.Option(help="After the taper the seat belt doubles every so many steps. 0: it stays.")]
+GradientCap = Annotated[
+    float | None, typer.Option(help="In training no token pulls harder than so many times the median token.")
+]
+Disturb = Annotated[float, typer.Option(help="Share of sequences with random tokens, for a teacher to speak about.")]
 Stagger = Annotated[float, typer.Option(help="Start the norms one after another, over this share of the taper.")]
 Order = Annotated[str, typer.Option(help="Which go first when staggered: depth, reverse or difficulty.")]
 Guard = Annotated[

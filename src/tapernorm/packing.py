@@ -18,6 +18,7 @@ from tapernorm.data import documents, refuse_size
 
 IGNORED = -100
 _OPEN = 16  # blocks that chats go into at a time
+_DISTURBED, _WHOLE = 0.1, 8  # of the tokens of a disturbed block, behind its first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,21 @@ class Blocks:
         columns = {"input_ids": self.ids, "labels": self.labels}
         columns |= {} if self.mask is None else {"attention_mask": self.mask}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def disturbed(blocks: Blocks, share: float, seed: int) -> Blocks:
+    """The blocks, in `share` of which a tenth of the tokens are others of the text.
+
+    Behind the first eight tokens nothing of such a block counts for the cross-entropy: what a teacher makes of it is
+    what is to be learned.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chosen = (torch.rand(len(blocks), generator=generator) < share)[:, None] & (torch.arange(blocks.shape[1]) >= _WHOLE)
+    known = blocks.ids.unique()
+    others = known[torch.randint(len(known), blocks.shape, generator=generator)]
+    hit = chosen & (torch.rand(blocks.shape, generator=generator) < _DISTURBED)
+    labels = torch.where(chosen, IGNORED, blocks.labels)
+    return Blocks(torch.where(hit, others, blocks.ids), labels, blocks.mask)
 
 
 def pack_labelled(texts: Iterable[str], tokenizer: Any, block: int, limit: int | None = None) -> Blocks:

@@ -73,13 +73,15 @@ class RunConfig:
             a quarter for taper.
         learning_rate: None: 3e-3 · sqrt(64 / width) for pretrain, 0.06 / width and at most 5e-4 for taper.
         fixed: as in `TaperConfig`; None: `"linear"` for a taper of all weights, else `"diagonal"`.
-        uniformity_weight, uniformity_above, cap, stagger, order, guard_margin: as in `TaperConfig`; here the guard is
-            on unless its margin is 0.
+        uniformity_weight, uniformity_above, cap, loosen_steps, gradient_cap, stagger, order, guard_margin: as in
+            `TaperConfig`; here the guard is on unless its margin is 0.
         distill: for taper, the weight of the KL to a teacher (`tapernorm.distill`); 0: none.
         match: for taper, the weight of the distance from the teacher's residual behind every block; 0: none.
         teacher: `"original"`, the model as it was given; `"baseline"`, what has just been trained with its norms on the
             same batches; or another model of the same tokens and shape, as `model`. With none of the three given, a
             taper of all weights that trains a baseline has it as its teacher, with the weights 1 and 10.
+        disturb: with a teacher, the share of sequences with random tokens in them, of which it alone says what to make:
+            no text is as odd as these, and what a model without norms must not do is run away on odd text.
         lora: for taper, the rank of adapters that are trained in place of the linear maps (`tapernorm.lora`).
         prefix: for taper, `"auto"` (one is looked for where tokens are massive), `"none"`, or ids such as `"0,504"`.
         eval_tokens: how much of the validation text to measure on.
@@ -114,10 +116,13 @@ class RunConfig:
     distill: float = None  # type: ignore[assignment]
     match: float = None  # type: ignore[assignment]
     teacher: str = None  # type: ignore[assignment]
+    disturb: float = 0.0
     lora: int | None = None
     uniformity_weight: float = 0.0
     uniformity_above: float | None = None
     cap: float | None = None
+    loosen_steps: int = 0
+    gradient_cap: float | None = None
     stagger: float = 0.0
     order: str | tuple[str, ...] | dict[str, float] = "depth"
     guard_margin: float = 1.0
@@ -161,6 +166,10 @@ class RunConfig:
             raise ValueError(f"teacher={self.teacher!r} has nothing to say: give distill or match a weight")
         if self.teacher == "baseline" and not self.baseline:
             raise ValueError("teacher='baseline' is what this run trains with its norms: leave the baseline on")
+        if not is_number(self.disturb) or not 0 <= self.disturb < 1:
+            raise ValueError(f"disturb={self.disturb!r} must be a share of the sequences, at least 0 and below 1")
+        if self.disturb and not self.taught:
+            raise ValueError(f"disturb={self.disturb!r} needs a teacher: give distill or match a weight")
         if self.lora is not None and not is_count(self.lora, 1):
             raise ValueError(f"lora={self.lora!r} must be a whole number, at least 1: the rank")
         if self.kind == "pretrain" and (self.taught or self.lora):
@@ -219,6 +228,8 @@ class RunConfig:
             uniformity_weight=self.uniformity_weight,
             uniformity_above=self.uniformity_above,
             cap=self.cap,
+            loosen_steps=self.loosen_steps,
+            gradient_cap=self.gradient_cap,
             stagger=self.stagger,
             order=self.order,
             guard_margin=self.guard_margin or None,

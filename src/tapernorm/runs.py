@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from tapernorm import bench, board, card, forecast, hub, lora
+from tapernorm import bench, board, card, forecast, held, hub, lora, packing
 from tapernorm.arm import arm_trainer, log_every
 from tapernorm.convert import get_controller, taper_
 from tapernorm.distill import Teacher
@@ -106,11 +106,17 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
     if final.is_dir():
         return hub.from_pretrained(final)[0].to(device())
     model = material.build()
+    gone = held.gone(model, material.train.ids[:4]) if config.kind == "taper" else {}
     controller = taper_(model, dataclasses.replace(taper.taper, prefix=material.prefix)) if taper is not None else None
     trained = _trainable(config, material, model)
     teacher = _teacher(run, material, folder / "teacher") if controller is not None and config.taught else None
-    rows = material.train.rows()
-    rates = rate_factors(model, material.train.ids[:4]) if config.kind == "taper" and not config.lora else None
+    train = material.train
+    if controller is not None and config.disturb:
+        train = packing.disturbed(train, config.disturb, config.seed)
+    rows = train.rows()
+    if controller is not None:
+        controller.hold(model, gone)
+    rates = None if config.lora else rate_factors(gone)  # an adapter's maps start from nothing
     trainer = arm_trainer(config, trained, controller, rows, folder, material.tokenizer, teacher=teacher, rates=rates)
     every = log_every(config)
     with bar(name, config.steps) as advance:

@@ -37,6 +37,14 @@ def gate(clock: float, config: TaperConfig, place: float = 0.0) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (clock - start) / length))
 
 
+def cap(clock: float, config: TaperConfig) -> float | None:
+    """κ of the seat belt: `cap`, and doubled every `loosen_steps` after the taper. In jumps, as compiled code sees each
+    value as another program."""
+    if config.cap is None or not config.loosen_steps or clock < config.total_steps:
+        return config.cap
+    return float(config.cap * 2 ** int((clock - config.total_steps) // config.loosen_steps))
+
+
 def phase(clock: float, config: TaperConfig) -> Phase:
     """`"warmup"` until the calibration is frozen at `warmup_steps`, `"taper"` until every gate is 0, then `"done"`."""
     if clock < config.warmup_steps:

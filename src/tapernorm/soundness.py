@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tapernorm.held import Held
 from tapernorm.logits import token_losses
 from tapernorm.modules import TaperNorm, first_input
 from tapernorm.sites import run
@@ -22,19 +23,22 @@ class FoldError(RuntimeError):
     """A refused fold. The model is as it was before."""
 
 
-def refuse_held(model: nn.Module, tapered: dict[str, TaperNorm], inputs: Any) -> None:
+def refuse_held(model: nn.Module, sites: Mapping[str, TaperNorm | Held], inputs: Any) -> None:
     """The seat belt (`TaperConfig.cap`) is gone at gate 0: no token may be one that it would still hold."""
     largest: dict[str, float] = {}
 
-    def watch(name: str, module: TaperNorm) -> Any:
+    def watch(name: str, site: TaperNorm | Held) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            r = token_scale(first_input(args, kwargs), module.probed.kind, module.probed.eps)
-            largest[name] = float((r * module.fixed_norm.c).max())
+            c, kind, eps = site.ruler
+            largest[name] = float((token_scale(first_input(args, kwargs), kind, eps) * c).max())
 
         return hook
 
-    belted = {name: module for name, module in tapered.items() if module.cap is not None}
-    handles = [m.register_forward_pre_hook(watch(n, m), with_kwargs=True) for n, m in belted.items()]
+    belted = {name: site for name, site in sites.items() if site.cap is not None}
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(watch(name, site), with_kwargs=True)
+        for name, site in belted.items()
+    ]
     try:
         if belted:
             run(model, inputs)

@@ -14,16 +14,17 @@ c = num / (den + 1e-12). (arXiv 2602.10408, section 3.)
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tapernorm.config import TaperConfig
-from tapernorm.modules import TaperNorm
+from tapernorm.modules import TaperNorm, in_backward, uncompiled
 
 FIELDS = ("num", "den", "log_r", "log_r²", "r")  # what is averaged, in the order of the sums
 _SAMPLE = 1024  # tokens of one forward that are looked at; more are sampled
@@ -36,13 +37,24 @@ class MassiveTokenError(RuntimeError):
 
 @dataclasses.dataclass
 class Inputs:
-    """What the model was last called with, as far as statistics need it. Written by a hook on the model."""
+    """What the model was last called with, as far as statistics need it. `note` is a forward pre-hook on the model."""
 
     mask: Tensor | None = None  # [B, T], nonzero for real tokens
     ids: Tensor | None = None  # [B, T]
     # Whether gradients were on when the model was entered. Not asked at the norms: the first pass of reentrant
     # checkpointing has them off.
     training: bool = True
+
+    @uncompiled
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            return
+        named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) if args else {}
+        given = named | kwargs
+        mask, ids = given.get("attention_mask"), given.get("input_ids", args[0] if args else None)
+        self.mask = mask if isinstance(mask, Tensor) else None
+        self.ids = ids if isinstance(ids, Tensor) and not ids.is_floating_point() else None
+        self.training = torch.is_grad_enabled()
 
     def mask_for(self, tokens: int) -> Tensor | None:
         """The mask as booleans over `tokens` flattened tokens, or None where all count."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tapernorm.config import TaperConfig
+from tapernorm.held import Held
 from tapernorm.modules import TaperNorm, in_backward, uncompiled
 from tapernorm.statistics import Inputs
 
@@ -57,7 +58,11 @@ class Uniformity:
         for module in self._modules:
             module.pull = _Pull(self, module)
 
-    def is_first(self, module: TaperNorm) -> bool:
+    def add(self, site: Held) -> None:
+        """A norm that went before counts as the others do."""
+        site.pull = _Pull(self, site)
+
+    def is_first(self, module: TaperNorm | Held) -> bool:
         """Whether it is the one site that counts a forward's tokens."""
         return module is self._modules[0]
 
@@ -99,9 +104,9 @@ class Uniformity:
 
 
 class _Pull:
-    """`TaperNorm.pull` of one site; an object, so that a deep copy of the model is one of its own."""
+    """`pull` of one site; an object, so that a deep copy of the model is one of its own."""
 
-    def __init__(self, loss: Uniformity, module: TaperNorm) -> None:
+    def __init__(self, loss: Uniformity, module: TaperNorm | Held) -> None:
         self.loss, self.module = loss, module
 
     @uncompiled
@@ -111,10 +116,10 @@ class _Pull:
             return h
         share, is_first_time = loss.shares()
         mask = loss.inputs.mask_for(h.numel() // h.shape[-1])
-        probed = self.module.probed
+        c, kind, eps = self.module.ruler
         if is_first_time:
             with torch.no_grad():
-                deviation = _deviation(h, self.module.fixed_norm.c, probed.kind, probed.eps, loss.above)[1]
+                deviation = _deviation(h, c, kind, eps, loss.above)[1]
                 if mask is not None:
                     deviation = torch.where(mask.view_as(deviation), deviation, 0.0)
                 value = deviation.pow(2).sum()
@@ -123,9 +128,7 @@ class _Pull:
                     count = torch.tensor(float(deviation.numel())) if mask is None else mask.sum().float()
                     count = count.to(h.device)
                     share.tokens = count if share.tokens is None else share.tokens + count
-        injected: Any = _Inject.apply(
-            h, self.module.fixed_norm.c.clone(), mask, probed.kind, probed.eps, loss.above, share
-        )
+        injected: Any = _Inject.apply(h, c.clone(), mask, kind, eps, loss.above, share)
         return injected
 
 
