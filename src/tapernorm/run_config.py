@@ -19,6 +19,9 @@ SIZES = {
 }
 
 
+_FRESH = 0.01  # λ where the model is pretrained
+
+
 def read_sources(data: Any, self_generate: Any, may_write: bool = True) -> str | tuple[str, ...] | None:
     """`data` of a config: None, one source, or several.
 
@@ -222,7 +225,7 @@ class RunConfig:
             # The scale moves while a model is trained: a tenth of the warm-up is as far as the average looks back.
             ema_decay=min(0.99, max(0.0, 1 - 10 / warmup)) if warmup else 0.0,
             anchor=self.anchor or ("relative" if self.kind == "taper" else "absolute"),  # type: ignore[arg-type]
-            anchor_weight=self.anchor_weight,
+            anchor_weight=self._anchor_weight(),
             keep=self.keep,
             allow_massive=self.allow_massive,
             uniformity_weight=self.uniformity_weight,
@@ -235,6 +238,11 @@ class RunConfig:
             guard_margin=self.guard_margin or None,
             post=self.post,
         )
+
+    def _anchor_weight(self) -> float | None:
+        """λ: of a fresh model's absolute anchor a tenth of `TaperConfig`'s, which did better (docs/studies)."""
+        lighter = self.kind == "pretrain" and self.arm == "all" and self.anchor in (None, "absolute")
+        return _FRESH if lighter and self.anchor_weight is None else self.anchor_weight
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -16,8 +16,8 @@ from tapernorm.studies.rows import read_rows
 ARMS: dict[str, dict[str, Any]] = {  # as settings of a RunConfig
     "rms": {"arm": "baseline"},
     "internal": {"arm": "internal"},
-    "internal+aux": {"arm": "internal", "anchor_weight": 0.1},
-    "all+aux": {"arm": "all", "anchor_weight": 0.1},
+    "internal+aux": {"arm": "internal", "anchor_weight": 0.01},
+    "all+aux": {"arm": "all", "anchor_weight": 0.01},
     "all": {"arm": "all", "anchor_weight": 0.0},
 }
 # warmup and taper as shares of the steps; gain_rate of `training.pretrain`; all else of a RunConfig
@@ -29,8 +29,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "uniformity": {"uniformity_weight": 0.01},
     "stagger": {"stagger": 0.5, "order": "difficulty"},
     "gain-lr": {"gain_rate": 5.0},
-    "light": {"anchor_weight": 0.01},
-    "relative": {"anchor": "relative"},
+    "heavy": {"anchor_weight": 0.1},
+    "relative": {"anchor": "relative", "anchor_weight": 0.1},
 }
 SIZES = {"small": ("1m", "3m"), "paper": ("1m", "3m", "9m", "30m")}
 SEEDS = {"small": 3, "paper": 6}
