@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from command import run_command
 from runs import gpt2_run, half_run, llama_run, log_rows, removed_run, write_run
 from tapernorm import watch
 from tapernorm.config import TaperConfig
+from tapernorm.reading import read_log
 
 SITES = ["model.norm"]
 COMMAND = [sys.executable, "-c", "from tapernorm.cli import main; main()", "watch"]
@@ -82,6 +84,34 @@ def test_time_left_counts_the_arms_to_come(tmp_path):
 def test_stages(tmp_path, facts, steps, stage, phase):
     seen = watch.snapshot(running(tmp_path / "run", steps, **facts))
     assert (seen["stage"], seen["phase"]) == (stage, phase)
+
+
+def test_a_row_is_strict_json_whatever_the_loss(tmp_path, monkeypatch):
+    """A step that was not finite is null in the log, and the reader says so."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from tapernorm.packing import Blocks
+    from tapernorm.runlog import RunLog
+
+    ids = torch.ones(1, 4, dtype=torch.long)
+    controller = SimpleNamespace(
+        gate=0.5, scales={"a": math.inf}, config=SimpleNamespace(stagger=0), events=[], guard=1
+    )
+    log = RunLog(tmp_path / "internal", Blocks(ids, ids), [], controller, 3, lambda *_: None)
+    log.path.parent.mkdir()
+    state = SimpleNamespace(global_step=1, max_steps=9, is_world_process_zero=True)
+    model = torch.nn.Linear(2, 2)
+    log.on_log(None, state, None, logs={"loss": math.nan, "learning_rate": 0.1, "grad_norm": math.inf}, model=model)
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    row = json.loads(log.path.read_text(), parse_constant=refuse)
+    assert row["loss"] is None and row["grad_norm"] is None and row["c"] == {"a": None} and row["gate"] == 0.5
+    notes = []
+    assert read_log(log.path, notes) == [row] and "not finite in 1 row" in notes[0]
 
 
 def test_before_the_first_row(tmp_path):

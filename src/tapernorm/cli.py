@@ -325,6 +325,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")  # of loaders: a log file is no place for a bar
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
         try:

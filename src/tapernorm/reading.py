@@ -6,7 +6,6 @@ Every key of `run.json` may be missing, and so may the logs: a run may be half-w
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ _VARIANT_ORDER = ("stock", "functional", "unfused", "folded", "folded-fused")
 
 def read_run(run: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], list[str]]:
     """run.json, the log of every arm, and notes about what could not be read."""
+    if not run.exists():
+        raise ValueError(f"there is no folder {run}; a run makes it when its texts are read and its training begins")
     if not run.is_dir():
         raise ValueError(f"{run} is not a folder; give the folder that --out of taper or pretrain named")
     data: dict[str, Any] = {}
@@ -50,7 +51,7 @@ def read_log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             bad += bool(line.strip())  # a run that was killed leaves half a line
     rows.pop(None, None)  # type: ignore[call-overload]
-    infinite = sum(isinstance(r.get("loss"), float) and not math.isfinite(r["loss"]) for r in rows.values())
+    infinite = sum("loss" in r and number(r["loss"]) is None for r in rows.values())
     if bad:
         notes.append(f"{path.parent.name}: {bad} unreadable line(s) of log.jsonl left out")
     if infinite:

@@ -18,6 +18,7 @@ from tapernorm.controller import TaperController
 from tapernorm.distill import Teacher
 from tapernorm.losses import diagnose
 from tapernorm.packing import Blocks
+from tapernorm.page import plain
 from tapernorm.sites import NormSite
 from tapernorm.verify import evaluate
 
@@ -33,7 +34,7 @@ class RunLog(TrainerCallback):
     """Writes log.jsonl: a row every `every` steps, with the diagnostics, and the validation loss on every fifth.
 
     With `events`, a folder, the same rows go there for TensorBoard. With a teacher, `divergence` is the mean KL to it
-    of the tokens since the last row.
+    of the tokens since the last row. What is not finite is null there.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class RunLog(TrainerCallback):
         if new := [event for event in events if event["step"] > self.told]:
             row["events"], self.told = new, max(event["step"] for event in new)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
         if self.board is not None:
             self.board.write(row)
         # A guard has its own way with that: it holds the gate, and keeps the step from the weights.
