@@ -120,6 +120,11 @@ def test_runs_of_either_kind_begin_behind_the_prefix(tokenizer, tmp_path, comman
     if command == "taper":
         made = material.prepare(RunConfig(kind="taper", block=32, steps=8, **asked))
         start, ids = made.build(), made.train.ids
+        assert prefix_of(start) == ()  # taper_ puts it into the arm that loses its norms
+        attach_prefix(start, made.prefix)
+        begun = made.stock(made.train)  # the other arm is what people have without this library
+        assert (begun.ids[:, 0] == own_bos(made.stock_tokenizer)).all() and torch.equal(begun.ids[:, 1:], ids)
+        assert torch.equal(begun.labels[:, 2:], made.train.labels[:, 1:]) and (begun.labels[:, :2] == -100).all()
     else:
         made = _Work.prepare(RemovalConfig(**asked))
         start, ids = made.model, made.texts["validation"]

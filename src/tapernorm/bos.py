@@ -24,15 +24,32 @@ def take_over(model: Any, tokenizer: Any, prefix: tuple[int, ...]) -> Callable[[
     Raises:
         ValueError: as `attach_prefix`; a tokenizer that goes on writing it.
     """
-    bos = own_bos(tokenizer)
-    if bos is None or not prefix or prefix == prefix_of(model):
+    if own_bos(tokenizer) is None or not prefix or prefix == prefix_of(model):
         return None
     take_out = attach_prefix(model, prefix)
+    try:
+        put_back = leave_out(tokenizer)
+    except ValueError:
+        take_out()
+        raise
+
+    def undo() -> None:
+        put_back()
+        take_out()
+
+    return undo
+
+
+def leave_out(tokenizer: Any) -> Callable[[], None]:
+    """Let a tokenizer that writes the token write it no more, in text and in chats; returns what takes that back.
+
+    Raises:
+        ValueError: it goes on writing it.
+    """
     template = getattr(tokenizer, "chat_template", None)
 
     def undo() -> None:
         tokenizer.add_bos_token, tokenizer.chat_template = True, template
-        take_out()
 
     tokenizer.add_bos_token = False
     tokenizer.chat_template = _silent(template)

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tapernorm import data, hub, packing, sources
 from tapernorm.bench import device_name
-from tapernorm.bos import take_over
+from tapernorm.bos import leave_out
 from tapernorm.convert import choose, get_controller
 from tapernorm.packing import Blocks
 from tapernorm.precision import refuse_bfloat16
-from tapernorm.prefix import find_prefix, refuse_prefix, room
+from tapernorm.prefix import find_prefix, own_bos, refuse_prefix, room
 from tapernorm.run_config import SIZES, RunConfig, read_prefix
 from tapernorm.sites import NormSite, context_length, find_sites
 from tapernorm.verify import greedy_tokens
@@ -33,8 +33,14 @@ class Material:
     validation: Blocks
     sites: list[NormSite]
     prefix: tuple[int, ...]  # of the tapered arm
+    bos: int | None  # what the tokenizer began texts with, where the prefix has taken that over
+    stock_tokenizer: Any  # as it came
     gathered: sources.Gathered
     facts: dict[str, Any]
+
+    def stock(self, blocks: Blocks) -> Blocks:
+        """The blocks as they are for the model with its norms, which has no prefix: behind its own first token."""
+        return blocks if self.bos is None else blocks.begun(self.bos)
 
 
 def prepare(config: RunConfig, resume: bool = False) -> Material:
@@ -76,7 +82,10 @@ def prepare(config: RunConfig, resume: bool = False) -> Material:
     asked = () if config.kind == "pretrain" or config.arm == "baseline" else read_prefix(config.prefix)
     prefix = choose_prefix(asked, model, tokenizer, text.train, sites, look=not config.allow_massive)
     block = _check_block(config, room(model, prefix))
-    take_over(model, tokenizer, prefix)  # of both arms: the baseline would miss its first token
+    bos, stock_tokenizer = own_bos(tokenizer) if prefix else None, tokenizer
+    if bos is not None:
+        stock_tokenizer = copy.deepcopy(tokenizer)
+        leave_out(tokenizer)
     train = packing.pack_labelled(text.train, tokenizer, block)
     validation = packing.pack_labelled(text.validation, tokenizer, block, limit=max(1, config.eval_tokens // block))
     refuse_foreign_ids(train.ids, model)
@@ -95,7 +104,7 @@ def prepare(config: RunConfig, resume: bool = False) -> Material:
         "arm": config.arm,
         **({"taper": config.taper.to_dict()} if config.arm != "baseline" else {}),
     }
-    return Material(build, tokenizer, train, validation, sites, prefix, gathered, facts)
+    return Material(build, tokenizer, train, validation, sites, prefix, bos, stock_tokenizer, gathered, facts)
 
 
 def choose_prefix(

@@ -51,6 +51,16 @@ class Blocks:
         """Tokens that the loss may count."""
         return int((self.labels != IGNORED).sum())
 
+    def begun(self, bos: int) -> Blocks:
+        """Each block behind a beginning-of-text token; what counts is what counted before."""
+
+        def pad(x: Tensor, value: int) -> Tensor:
+            return torch.nn.functional.pad(x, (1, 0), value=value)
+
+        labels = self.labels.clone()
+        labels[:, 0] = IGNORED  # a block's first token is never predicted, and now there is one before it
+        return Blocks(pad(self.ids, bos), pad(labels, IGNORED), None if self.mask is None else pad(self.mask, 1))
+
     def rows(self) -> list[dict[str, Tensor]]:
         """A data set for a Trainer."""
         columns = {"input_ids": self.ids, "labels": self.labels}

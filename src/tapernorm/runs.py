@@ -84,7 +84,7 @@ def _work(run: Run[RunConfig], material: Material) -> None:
     def measure(name: str, model: nn.Module) -> None:
         if name not in losses:
             with bar(f"loss of {name}", len(material.validation) // 8 + 1) as advance:
-                blocks = material.validation
+                blocks = material.validation if name == config.arm else material.stock(material.validation)
                 losses[name] = evaluate(model, blocks.ids, progress=advance, labels=blocks.labels).to_dict()
             run.update(losses=losses)
 
@@ -110,18 +110,20 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
     controller = taper_(model, dataclasses.replace(taper.taper, prefix=material.prefix)) if taper is not None else None
     trained = _trainable(config, material, model)
     teacher = _teacher(run, material, folder / "teacher") if controller is not None and config.taught else None
-    train = material.train
-    if controller is not None and config.disturb:
+    train, validation, tokenizer = material.train, material.validation, material.tokenizer
+    if controller is None:
+        train, validation, tokenizer = material.stock(train), material.stock(validation), material.stock_tokenizer
+    elif config.disturb:
         train = packing.disturbed(train, config.disturb, config.seed)
     rows = train.rows()
     if controller is not None:
         controller.hold(model, gone)
     rates = None if config.lora else rate_factors(gone)  # an adapter's maps start from nothing
-    trainer = arm_trainer(config, trained, controller, rows, folder, material.tokenizer, teacher=teacher, rates=rates)
+    trainer = arm_trainer(config, trained, controller, rows, folder, tokenizer, teacher=teacher, rates=rates)
     every = log_every(config)
     with bar(name, config.steps) as advance:
         events = run.folder / "tensorboard" / name if config.tensorboard else None
-        log = RunLog(folder, material.validation, material.sites, controller, every, advance, events, teacher)
+        log = RunLog(folder, validation, material.sites, controller, every, advance, events, teacher)
         trainer.add_callback(log)
         checkpoint = last_checkpoint(folder)
         started = time.perf_counter()
@@ -144,7 +146,7 @@ def _train_arm(run: Run[RunConfig], material: Material, name: str, taper: RunCon
             f"{config.steps} steps; raise steps, or see the events in {run.folder / 'run.json'}"
         )
     model = lora.merge_lora(trained) if config.lora else model
-    hub.save_pretrained(model, final, tokenizer=material.tokenizer, overwrite=True)
+    hub.save_pretrained(model, final, tokenizer=tokenizer, overwrite=True)
     for path in (*folder.glob("checkpoint-*"), folder / "teacher"):
         shutil.rmtree(path, ignore_errors=path.name == "teacher")  # there may be none
     return model.eval()
