@@ -104,7 +104,7 @@ TRIED = {
         "inspect {at}/llama --text {at}/stories.jsonl --out {at}/none/page.html", "there is no folder"
     ),
     "report: no run": ("report {at}/empty", "is not a run folder"),
-    "report: no folder": ("report {at}/nowhere", "there is no folder"),
+    "report: no folder": ("report {at}/nowhere", "is not a folder"),
     "watch: no run yet": ("watch {at}/nowhere", "a run makes it when"),
     "report: a file": ("report {at}/file", "is not a folder"),
     "prompt: too long": ("generate {at}/llama --prompt '{words}'", "the model's context is 64"),

@@ -18,7 +18,7 @@ _VARIANT_ORDER = ("stock", "functional", "unfused", "folded", "folded-fused")
 def read_run(run: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], list[str]]:
     """run.json, the log of every arm, and notes about what could not be read."""
     if not run.exists():
-        raise ValueError(f"there is no folder {run}; a run makes it when its texts are read and its training begins")
+        raise ValueError(f"{run} is not a folder; a run makes it when its texts are read and its training begins")
     if not run.is_dir():
         raise ValueError(f"{run} is not a folder; give the folder that --out of taper or pretrain named")
     data: dict[str, Any] = {}
