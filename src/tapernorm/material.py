@@ -81,8 +81,9 @@ def prepare(config: RunConfig, resume: bool = False) -> Material:
         choose(sites, config.taper)
     asked = () if config.kind == "pretrain" or config.arm == "baseline" else read_prefix(config.prefix)
     prefix = choose_prefix(asked, model, tokenizer, text.train, sites, look=not config.allow_massive)
-    block = _check_block(config, room(model, prefix))
     bos, stock_tokenizer = own_bos(tokenizer) if prefix else None, tokenizer
+    # a block of the model that keeps its norms has its first token too
+    block = _check_block(config, min(room(model, prefix), context - (bos is not None)))
     if bos is not None:
         stock_tokenizer = copy.deepcopy(tokenizer)
         leave_out(tokenizer)
