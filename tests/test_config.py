@@ -49,6 +49,7 @@ REFUSED = [
     ({"cap": 1.0}, "cap=1.0 must be None or a finite number above 1"),
     ({"cap": "2"}, "cap='2'"),
     ({"gradient_cap": 0.5}, "gradient_cap=0.5 must be None or a finite number, at least 1"),
+    ({"loosen_steps": 9}, "loosen_steps=9 loosens the seat belt, and there is none"),
     ({"loosen_steps": -1}, "loosen_steps=-1 must be a whole number"),
     ({"stagger": 1.0}, "stagger=1.0"),
     ({"stagger": -0.1}, "stagger=-0.1"),

@@ -177,6 +177,10 @@ class TaperConfig:
             raise ValueError(
                 f"loosen_steps={self.loosen_steps!r} must be a whole number of optimizer steps, at least 0"
             )
+        if self.loosen_steps and self.cap is None:
+            raise ValueError(
+                f"loosen_steps={self.loosen_steps} loosens the seat belt, and there is none: give cap a value"
+            )
         if not is_number(self.stagger) or not 0 <= self.stagger < 1:
             raise ValueError(f"stagger={self.stagger!r} must be a share of taper_steps, at least 0 and below 1")
         object.__setattr__(self, "order", read_order(self.order))

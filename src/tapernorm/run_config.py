@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tapernorm.config import TaperConfig, is_count, is_number, nearest, read_order, read_sequence
 
+FRESH_WEIGHT = 0.01  # λ of the absolute scale loss where the model is pretrained
 SELF_TOKENS = 32_768  # that a model writes where no text is named: some minutes for 135 million parameters on two cores
 # name -> (width, layers, vocabulary, context); the shapes of the paper's four sizes, and a quick one
 SIZES = {
@@ -17,9 +18,6 @@ SIZES = {
     "9m": (256, 8, 10_000, 512),
     "30m": (512, 8, 10_000, 512),
 }
-
-
-_FRESH = 0.01  # λ where the model is pretrained
 
 
 def read_sources(data: Any, self_generate: Any, may_write: bool = True) -> str | tuple[str, ...] | None:
@@ -242,7 +240,7 @@ class RunConfig:
     def _anchor_weight(self) -> float | None:
         """λ: of a fresh model's absolute anchor a tenth of `TaperConfig`'s, which did better (docs/studies)."""
         lighter = self.kind == "pretrain" and self.arm == "all" and self.anchor in (None, "absolute")
-        return _FRESH if lighter and self.anchor_weight is None else self.anchor_weight
+        return FRESH_WEIGHT if lighter and self.anchor_weight is None else self.anchor_weight
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
